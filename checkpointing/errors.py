@@ -78,9 +78,9 @@ def too_many(frame: Any, saved: int, line: str) -> MismatchError:
     )
 
 
-def different_metadata(
-    frame: Any, op: str, mismatches: Sequence[Mismatch], shown: int
-) -> MismatchError:
+def different_metadata(frame: Any, op: str, mismatches: Sequence[Mismatch]) -> MismatchError:
+    _, expected, *_ = mismatches[0]
+    shown = 3 if isinstance(expected, tuple) else 1  # a wrong value spreads
     rows = ""
     for slot, saved, recomputed, details in mismatches[:shown]:
         rows += (

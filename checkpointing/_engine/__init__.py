@@ -7,15 +7,13 @@ from .check import (
     CHECKS,
     DeterminismCheck,
     check_of,
-    maker_of,
 )
 from .frames import (
     Frame,
     Holder,
     Holding,
-    Request,
     Stop,
-    TaskTensors,
+    Task,
     identity,
     is_internal,
     reader,
@@ -24,9 +22,6 @@ from .frames import (
 )
 from .held import (
     Aliased,
-    Held,
-    Referenced,
-    check_version,
     hold,
     hold_argument,
     note_written,
@@ -35,20 +30,21 @@ from .offload import (
     Destination,
     Moved,
     Mover,
-    prefetch,
 )
 from .state import (
-    CpuState,
+    CPU_RNG,
     Generators,
     Undo,
     enter_context,
     enter_switches,
-    has_rng,
     read_switches,
+    rngs_of,
     undo_all,
 )
 from .tensors import (
+    Held,
     Name,
+    check_version,
     is_parameter,
     is_referenced,
     named,
@@ -58,12 +54,12 @@ from .threads import (
     Region,
     aside,
     thread,
+    within,
     without_recording,
 )
 from .tree import (
     ATOMS,
     Field,
-    leaves_of,
     map_tensors,
     put_together,
     take_apart,

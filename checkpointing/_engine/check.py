@@ -30,7 +30,7 @@ def values_of(tensor: Tensor) -> Any:
     # Kernels of recurrent nets reserve such memory for their backward, and do not write all of it.
     if (tensor.dtype, tensor.dim()) == (torch.uint8, 1):
         return metadata_of(tensor)
-    return Evidence(tensor, f"checksum {without_recording(checksum, tensor):016x}")
+    return Evidence(tensor, f"checksum {without_recording(checksum, tensor)}")
 
 
 CHECKS = {"metadata": metadata_of, "values": values_of, "none": None}
@@ -62,21 +62,18 @@ class Evidence:
         return str(self.finding)
 
 
-def maker_of(tensor: Tensor) -> str | None:
-    """The operator that made a tensor, if autograd knows it."""
-    return None if tensor.grad_fn is None else tensor.grad_fn.name()
-
-
-def checksum(tensor: Tensor) -> int:
+def checksum(tensor: Tensor) -> str:
     """64 bits that depend on every bit of the tensor and its position."""
     if tensor.is_meta or isinstance(tensor, _torch.FakeTensor):
-        return 0
-    parts = _torch.plain_parts(tensor)
-    if parts[0] is not tensor:  # a wrapper subclass
-        return hash(tuple(map(checksum, parts)))
+        return "unknown"
+    file = io.BytesIO()
+    torch.save([*map(_compact, _torch.plain_parts(tensor))], file)  # knows tensors of all kinds
+    return hashlib.blake2b(file.getbuffer(), digest_size=8).hexdigest()
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """A tensor alone on its memory."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
     if plain.layout is torch.strided and not plain.is_nested:
         plain = plain.contiguous()
-    file = io.BytesIO()
-    torch.save(plain.clone(), file)  # which knows tensors of all kinds
-    return int.from_bytes(hashlib.blake2b(file.getbuffer(), digest_size=8).digest(), "big")
+    return plain.clone()

@@ -1,10 +1,10 @@
 """Frames: the holders that autograd stores for saved tensors, and how their tensors come back.
 
 While a region runs, autograd passes every tensor that it would save to `Frame.pack` and stores the
-small `Holder` that it returns. When backward opens a holder, its frame makes a `Request`, computes
-the tensor and others on the way, and delivers them to the request. How it computes is up to the
-kind of frame: a rerun calls a function again, a replay runs recorded operators again. Checks,
-errors and lifetimes are here, once.
+small `Holder` that it returns. When backward opens a holder, its frame computes the tensor and
+others on the way, and delivers them to the `Task`: the tensors of this graph task. How it computes
+is up to the kind of frame: a rerun calls a function again, a replay runs recorded operators again.
+Checks, errors and lifetimes are here, once.
 
 References, none of which point back, so nothing needs the garbage collector (rule 9):
 
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,8 +40,8 @@ from weakref import ref as _ref
 from torch import Tensor
 
 from .. import _torch, errors
-from .._torch import graph_task_id, pop_hooks, profiles, push_hooks, run_backward_code
-from .check import Check, Evidence, maker_of
+from .._torch import graph_task_id, pop_hooks, push_hooks, run_backward_code
+from .check import Check, Evidence
 from .threads import Region, thread
 from .where import Line, described, line_number
 
@@ -77,63 +77,19 @@ class Holder:
     saved: Any  # what the frame needs to bring the tensor back, besides the slot
 
 
-class TaskTensors(dict[int, Tensor | None]):
+class Task(dict[int, Tensor | None]):
     """The recomputed tensors of one frame in one graph task, by slot; None once its node has the
     tensor. They end with the first of the two: `guard` watches an object that the graph task owns
     (rule 4)."""
 
     guard: Any = None
-    holds_more = False  # than these tensors
+    mismatches: tuple[errors.Mismatch, ...] = ()  # between the last recompute and the forward
 
 
 class Stop(BaseException):
     """Ends a rerun early. It is a BaseException, so that `except Exception` in the region does not
     catch it; if it is swallowed, the next saved tensor raises it again. Each is made anew, since an
     exception holds on to the stack frames that it passed."""
-
-
-class Request:
-    """One recompute: of the tensor that a holder asks for, and of others on the way."""
-
-    mismatches: tuple[errors.Mismatch, ...] = ()  # between this and the forward
-
-    def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
-        self.frame = frame
-        self.task = self.ready = task
-        task.pop(holder.slot, None)  # its node has had it, and opens it again
-        self.holder = holder
-
-    def wanted(self) -> list[Holder]:
-        """The holders that this graph task may still open, by slot."""
-        return [
-            holder
-            for ref in self.frame.holders
-            if (holder := ref()) is not None and holder.slot not in self.ready
-        ]
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this graph task has nothing left to open. Mostly the first look tells, since
-        backward opens the last slots first."""
-        ready, holders = self.ready, (ref() for ref in self.frame.holders)
-        return all(holder.slot in ready for holder in holders if holder is not None)
-
-    def deliver(self, holder: Holder, tensor: Tensor) -> None:
-        """Take one recomputed tensor, for one of the holders that are wanted."""
-        check = self.frame.check
-        if check is not None and (found := check(tensor)) != holder.metadata:
-            self.note_mismatch(holder, found, tensor)
-        self.ready[holder.slot] = tensor
-
-    def note_mismatch(self, holder: Holder, found: Any, tensor: Tensor, more: str = "") -> None:
-        """The check has found something else than in the forward."""
-        expected, details = holder.metadata, f"slot {holder.slot}"
-        made_by = self.frame.maker(holder, tensor)
-        if made_by is not None:
-            details += f", made by {made_by}"
-        if type(expected) is Evidence:
-            details += f"; saved in the forward at {described(expected.line)}"
-        self.mismatches += ((holder.slot, expected, found, details + more),)
 
 
 def reader() -> str:
@@ -159,8 +115,8 @@ class Frame:
     on_error: Callable[[errors.CheckpointError], None] | None = None
     context: AbstractContextManager[Any] | None = None  # entered around each recompute
     prefix: str | None = None  # of messages, for code that matches torch's
-    kind_of_task: type[TaskTensors] = TaskTensors
-    kind_of_request = Request
+    kind_of_task: type[Task] = Task
+    written: frozenset[int] = frozenset()  # storages that regions inside write after reading
 
     def __init__(self, name: str, entered_from: Line, early_stop: bool, check: Check) -> None:
         self.name = name
@@ -168,7 +124,7 @@ class Frame:
         self.early_stop = early_stop
         self.check = check
         self.holders: list[_ref[Holder]] = []
-        self.tasks: dict[Any, TaskTensors] = {}
+        self.tasks: dict[Any, Task] = {}
         # Threads of one graph task may open one frame at once, mostly for the same recompute.
         self.lock = threading.RLock()
 
@@ -192,14 +148,13 @@ class Frame:
         """The tensor of a holder, if it need not be computed."""
         raise NotImplementedError
 
-    def recompute(self, request: Request) -> None:
-        """Deliver the tensor of `request.holder`, and others of `request.wanted()` that are
-        computed on the way."""
+    def recompute(self, holder: Holder, task: Task) -> None:
+        """Deliver the tensor of this holder, and others that are wanted and computed on the way."""
         raise NotImplementedError
 
     def maker(self, holder: Holder, tensor: Tensor) -> str | None:
         """The operator that made the tensor of a holder, for messages and reports."""
-        return maker_of(tensor)
+        return None if tensor.grad_fn is None else tensor.grad_fn.name()
 
     def holdings(self) -> Iterable[Holding]:
         """Everything that is held now for live holders, without parameters."""
@@ -242,44 +197,58 @@ class Frame:
             if task.get(slot) is None:  # else another thread has computed it
                 if group is not None and slot in task and self.prefix is not None:
                     raise errors.overlapping(self)  # as torch does
-                request = self.kind_of_request(self, task, holder)
-                if not profiles():
-                    self._answer(request)
-                else:
+                task.pop(slot, None)  # its node has had it, and opens it again
+                try:
                     with _torch.profiled_range(f"recompute:{self.name}"):
-                        self._answer(request)
-                if len(task) > 1 or task.holds_more or group is not None:
-                    self.remember(task, key)
+                        self._answer(holder, task)
+                except BaseException as error:
+                    task.clear()  # no recomputed tensor is used after an error
+                    task.mismatches = ()
+                    self._explain(error)
+                    raise
             tensor = task[slot]
             assert tensor is not None  # `recompute` raises if it cannot deliver
             task[slot] = None
         return tensor
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, holder: Holder, task: Task) -> None:
         """Recompute, with this thread's regions out of the way (rule 3), and check the outcome."""
         here = thread.__dict__
         region, depth = here["region"], here["depth"]
+        here["region"], here["depth"] = None, depth + 1
         try:
-            here["region"], here["depth"] = None, depth + 1
-            if _torch.in_batched_backward():
-                with _torch.outside_of_batch():
-                    self.recompute(request)
-            else:
-                self.recompute(request)
-            if request.mismatches:
-                self._refuse(request.mismatches)
-        except BaseException as error:
-            request.ready.clear()  # no recomputed tensor is used after an error
-            self._explain(error)
-            raise
+            with _torch.outside_of_batch():
+                self.recompute(holder, task)
         finally:
             here["region"], here["depth"] = region, depth
+        if task.mismatches:
+            raise errors.different_metadata(self, reader(), task.mismatches)
 
-    def _refuse(self, mismatches: tuple[errors.Mismatch, ...]) -> None:
-        _, expected, *_ = mismatches[0]
-        # A wrong value spreads: show the first one only.
-        shown = 1 if type(expected) is Evidence else 3
-        raise errors.different_metadata(self, reader(), mismatches, shown)
+    def wanted(self, task: Task, step: int = 1) -> Iterator[Holder]:
+        """The holders that a graph task may still open, by slot; with -1, the last one first."""
+        for weak in self.holders[::step]:
+            holder = weak()
+            if holder is not None and holder.slot not in task:
+                yield holder
+
+    def deliver(self, holder: Holder, tensor: Tensor, task: Task) -> None:
+        """Take one recomputed tensor, for one of the holders that are wanted."""
+        check = self.check
+        if check is not None and (found := check(tensor)) != holder.metadata:
+            self.note_mismatch(holder, found, tensor, task)
+        task[holder.slot] = tensor
+
+    def note_mismatch(
+        self, holder: Holder, found: Any, tensor: Tensor, task: Task, more: str = ""
+    ) -> None:
+        """The check has found something else than in the forward."""
+        expected, details = holder.metadata, f"slot {holder.slot}"
+        made_by = self.maker(holder, tensor)
+        if made_by is not None:
+            details += f", made by {made_by}"
+        if type(expected) is Evidence:
+            details += f"; saved in the forward at {described(expected.line)}"
+        task.mismatches += ((holder.slot, expected, found, details + more),)
 
     def _explain(self, error: Any) -> None:
         """Add a note, and the logs of the region, to an error."""
@@ -288,21 +257,21 @@ class Frame:
         if isinstance(error, errors.CheckpointError) and self.on_error is not None:
             self.on_error(error)
 
-    def task_of(self, key: Any) -> TaskTensors:
-        """The tensors of a graph task; no more than a fresh object if it has none yet."""
+    def task_of(self, key: Any) -> Task:
+        """The tensors of a graph task. They are held until its end, or that of torch's group, even
+        if that fails."""
         task = self.tasks.get(key)
-        return self.kind_of_task() if task is None else task
-
-    def remember(self, task: TaskTensors, key: Any) -> None:
-        """Hold tensors until the end of the graph task, or of torch's group, even if that fails."""
-        # Outside of backward (`grad_fn._saved_self`) there is no end.
-        if task.guard is None and key != _torch.NO_GRAPH_TASK:
-            owner = key
-            if type(key) is int:
-                owner = partial(int)
-                _torch.at_graph_task_end(owner)  # owned until then
-            task.guard = _ref(owner, partial(_forget, _ref(self), key))
-            self.tasks[key] = task
+        if task is None:
+            task = self.kind_of_task()
+            # Outside of backward (`grad_fn._saved_self`) there is no end.
+            if key != _torch.NO_GRAPH_TASK:
+                owner = key
+                if type(key) is int:
+                    owner = partial(int)
+                    _torch.at_graph_task_end(owner)  # owned until then
+                task.guard = _ref(owner, partial(_forget, _ref(self), key))
+                self.tasks[key] = task
+        return task
 
 
 def unpack(holder: Holder) -> Tensor:
@@ -335,9 +304,7 @@ def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
     node, frame, slot = _torch.current_node(), holder.frame, holder.slot
     if not isinstance(node, _torch.PythonNode):
         return
-    key = _torch.graph_exec_group() or graph_task_id()
-    task = frame.task_of(key)
-    frame.remember(task, key)
+    task = frame.task_of(_torch.graph_exec_group() or graph_task_id())
     task[slot] = tensor
     weak = _ref(task)  # a backward that fails in this node leaves the hook behind
 

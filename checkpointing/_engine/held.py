@@ -1,14 +1,13 @@
-"""Tensors that a recompute starts from: inputs and kept values, each held in one of seven ways.
+"""Tensors that a recompute starts from: inputs and kept values, each held in one of six ways.
 
 | class | of which tensors | the object held | guarded by (rule 8) |
 |---|---|---|---|
 | `Aliased` | leaves and their views (rule 2); others without hooks | an alias | its version |
-| `Referenced` | parameters and defaults given to a rerun | the tensor | version, `requires_grad` |
-| `AsOperand` | other arguments of a rerun | autograd's saved tensor | autograd, `requires_grad` |
+| `AsOperand` | other arguments of a rerun | autograd's saved tensor | autograd |
 | `Packed` | any, with hooks of the user around | their object | its version, else the tensor's |
 | `InSlot` | any, with a region of ours around | a slot of that region | that region |
 | `NoGradView` | such arguments of a rerun, with hooks | one of the others | as that is |
-| `Elsewhere` | any, with a `Mover` around | a copy | nothing: nobody can write it |
+| `Moved` | any, with a `Mover` around | a copy | nothing: nobody can write it |
 
 Invariant: a tensor comes back with its strides and gaps, since kernels look at them.
 """
@@ -23,46 +22,22 @@ from torch import Tensor
 from .. import _torch, errors
 from .._torch import Hooks, save_input
 from .frames import identity, is_internal
-from .offload import Moved, Mover
-from .tensors import Name, carries_nothing, is_parameter, is_referenced, named, root_of
+from .offload import Mover
+from .tensors import (
+    Held,
+    Name,
+    carries_nothing,
+    check_version,
+    is_parameter,
+    is_referenced,
+    named,
+    root_of,
+)
 from .threads import thread, without_recording
 from .tree import tensors_in
 
-Copier = Callable[[], Tensor] | None
-
 # Takes the tensors that are held: the hooks around the region, a mover, or nobody.
 Saver = Hooks | Mover | None
-
-
-def check_version(frame: object, name: Name, tensor: Tensor, version: int) -> None:
-    """A tensor that recompute reads must be at the version that the forward read."""
-    now = _torch.version(tensor)
-    if now != version:
-        raise errors.changed(frame, named(name, tensor), version, now)
-
-
-class Held:
-    """A tensor that a recompute will need."""
-
-    is_packed = True  # whether fetching it may cost a copy or a recompute
-    is_parameter = False  # whether it is referenced rather than saved
-    is_stale = False  # whether it is referenced rather than saved, and has been written since
-    moved: Moved | None = None  # its offloaded copy, if there is one
-
-    def __init__(self, packed: Any, name: Name) -> None:
-        self.packed = packed
-        self.name = name
-
-    def fetch(self, frame: object) -> Tensor:
-        """The tensor as it was. Others may read it, too: it must not be written."""
-        raise NotImplementedError
-
-    def renew(self) -> None:
-        """The region has written to other parts of its memory."""
-
-    def freeze(self, copied: Copier = None) -> None:
-        """The region is about to write the tensor: hold a copy from here on. `copied` copies the
-        live tensor, which may be quicker than fetching it."""
 
 
 class Aliased(Held):
@@ -70,11 +45,9 @@ class Aliased(Held):
 
     is_packed = False
 
-    def __init__(
-        self, packed: Tensor, name: Name, is_parameter: bool = False, version: int | None = None
-    ) -> None:
+    def __init__(self, packed: Tensor, name: Name, is_parameter: bool = False) -> None:
         self.packed, self.name, self.is_parameter = packed, name, is_parameter
-        self._version = _torch.version(packed) if version is None else version
+        self._version = _torch.version(packed)
 
     def fetch(self, frame: object) -> Tensor:
         check_version(frame, self.name, self.packed, self._version)
@@ -88,100 +61,66 @@ class Aliased(Held):
     def renew(self) -> None:
         self._version = _torch.version(self.packed)
 
-    def freeze(self, copied: Copier = None) -> None:
+    def freeze(self, copied: Any = None) -> None:
         self.packed, self.is_parameter = without_recording(_torch.clone_storage, self.packed), False
-        self._version = _torch.version(self.packed)
-
-
-class Referenced(Aliased):
-    """The tensor itself, as an argument of a rerun."""
-
-    def __init__(self, tensor: Tensor, name: Name) -> None:
-        super().__init__(tensor, name, True)
-        self._requires_grad = tensor.requires_grad
-
-    def fetch(self, frame: object) -> Tensor:
-        return _with_flag(super().fetch(frame), self._requires_grad, frame, self.name)
+        self.renew()
 
 
 class AsOperand(Held):
     """A tensor that autograd saves, as it saves an operand."""
 
-    def __init__(self, tensor: Tensor, name: Name) -> None:
-        self.packed = save_input(tensor, False)
-        self.name = name
-        self._requires_grad = tensor.requires_grad
-
     def fetch(self, frame: object) -> Tensor:
         try:
-            tensor = self.packed.unpack()
+            return self.packed.unpack()  # type: ignore[no-any-return]
         except RuntimeError as error:
             if type(error) is RuntimeError and "modified by an inplace" in str(error):
                 raise errors.changed(frame, named(self.name)) from error
             raise
-        return _with_flag(tensor, self._requires_grad, frame, self.name)
-
-
-def _with_flag(tensor: Tensor, requires_grad: bool, frame: object, name: Name) -> Tensor:
-    """The tensor, if it requires grad as in the forward. (Autograd saves a leaf by reference.)"""
-    if tensor.requires_grad is not requires_grad:
-        raise errors.changed(frame, f"`requires_grad` of {named(name, tensor)}")
-    return tensor
 
 
 class Packed(Held):
-    """An object that hooks of the user have made. It may share memory with the tensor, and outlive
-    it."""
+    """An object that hooks of the user have made. Guarded is the tensor, if the object shares
+    memory with it, else the copy in the object."""
 
     def __init__(self, tensor: Tensor, hooks: Hooks, name: Name, packed: Any) -> None:
         super().__init__(packed, name)
-        self._hooks = hooks
-        self._layout = _torch.layout_of(tensor)
-        made = packed.data if type(packed) is _torch.SavedTensor else packed
-        live = [*tensors_in(made), tensor][0]
-        self._live: Callable[[], Tensor | None] = weakref.ref(live)
-        if live is not tensor and _torch.is_on(live, {_torch.storage_of(tensor)}):
-            # Below autograd, an alias of theirs counts versions of its own.
-            live = _alias(tensor)
-            self._live = lambda: live
-        self._version = _torch.version(live)
+        self._hooks, self._layout = hooks, _torch.layout_of(tensor)
+        made = tensors_in(packed.data if type(packed) is _torch.SavedTensor else packed)[:1]
+        storages = {_torch.storage_of(tensor)}
+        # Below autograd, an alias of theirs counts versions of its own.
+        shared = [_alias(tensor) for part in made if _torch.is_on(part, storages)]
+        self._guards = [Aliased(each, name) for each in shared or made]
 
     def fetch(self, frame: object) -> Tensor:
-        live = self._live()
-        if live is not None:
-            check_version(frame, self.name, live, self._version)
+        for guard in self._guards:
+            guard.fetch(frame)
         tensor = self._hooks[1](self.packed)
         laid_out = without_recording(_torch.laid_out, tensor, self._layout)
         return tensor if laid_out is tensor else _torch.in_place_of(tensor, laid_out)
 
     def renew(self) -> None:
-        live = self._live()
-        if live is not None:
-            self._version = _torch.version(live)
+        for guard in self._guards:
+            guard.renew()
 
-    def freeze(self, copied: Copier = None) -> None:
+    def freeze(self, copied: Any = None) -> None:
         pack, unpacked = self._hooks
         copy = without_recording(copied or (lambda: _torch.copy(unpacked(self.packed))))
         self.packed, self._layout = without_recording(pack, copy), _torch.layout_of(copy)
-        self._live = lambda: None
+        self._guards = []
 
 
 class InSlot(Held):
     """A slot of the region around: a holder, or in a recompute the delivered tensor."""
 
-    def __init__(
-        self, alias: Tensor, hooks: Hooks, name: Name, role: object, tensor: Tensor
-    ) -> None:
-        announce(hooks, role, tensor)
-        pack, self._unpack = hooks
-        owner = _owner_of(hooks)
+    def __init__(self, packed: Any, name: Name, unpack: Any, owner: Any) -> None:
+        super().__init__(packed, name)
+        self._unpack: Callable[[Any], Tensor] = unpack
         self._owner: Any = None if owner is None else weakref.ref(owner)
-        super().__init__(pack(alias), name)
 
     def fetch(self, frame: object) -> Tensor:
         return self._unpack(self.packed)
 
-    def freeze(self, copied: Copier = None) -> None:
+    def freeze(self, copied: Any = None) -> None:
         if self._unpack is not identity:  # the region around tells versions apart, if it looks
             if thread.aside and copied is not None:
                 self.packed, self._unpack = without_recording(copied), identity
@@ -193,20 +132,6 @@ class InSlot(Held):
         if request is not None:
             request.replace(self.packed, copy)
         self.packed = copy
-
-
-class Elsewhere(Held):
-    """A copy that waits elsewhere."""
-
-    @property
-    def moved(self) -> Moved:  # type: ignore[override]
-        return self.packed  # type: ignore[no-any-return]
-
-    def fetch(self, frame: object) -> Tensor:
-        return self.packed.bring()  # type: ignore[no-any-return]
-
-    def freeze(self, copied: Copier = None) -> None:
-        self.packed.settle()
 
 
 class NoGradView(Held):
@@ -225,18 +150,20 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
         parameter = tensor if tensor._base is None else _alias(tensor)
         return Aliased(parameter, name, True)
     alias = _alias(tensor)
-    if saver is not None and _costs_nothing(tensor):
-        saver = None
-    if isinstance(saver, Mover):
-        if saver.takes(alias):
-            return Elsewhere(without_recording(saver.send, alias), name)
-        saver = None
-    if _is_users(saver):
-        return Packed(alias, saver, name, without_recording(saver[0], alias))
-    # Or a block around has been left before this one.
-    if saver is None or getattr(_owner_of(saver), "complete", False):
+    if saver is None or _costs_nothing(tensor):
         return Aliased(alias, name)
-    return InSlot(alias, saver, name, role or name, tensor)
+    if isinstance(saver, Mover):
+        takes = saver.takes(alias)
+        return without_recording(saver.send, alias, name) if takes else Aliased(alias, name)
+    pack, unpacked = saver
+    if _is_users(saver):
+        return Packed(alias, saver, name, without_recording(pack, alias))
+    owner = _owner_of(saver)
+    if owner is not None:
+        if getattr(owner, "complete", False):  # a block around was left before this one
+            return Aliased(alias, name)
+        owner.announce(role or name, tensor)
+    return InSlot(pack(alias), name, unpacked, owner)
 
 
 def _costs_nothing(tensor: Tensor) -> bool:
@@ -252,12 +179,8 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def hold_argument(tensor: Tensor, hooks: Hooks | None, name: Name) -> Held:
     """Hold a tensor with its graph, for a rerun, as an operator would save it."""
-    is_plain = type(tensor) is Tensor and tensor._base is None
-    is_usual = hooks is None and tensor.requires_grad
-    if is_usual and is_plain:  # checked first
-        return AsOperand(tensor, name)
     if _is_referenced(tensor, hooks):
-        return Referenced(tensor, name)
+        return Aliased(tensor, name, True)
     if tensor.is_inference():
         return hold(tensor, hooks, name)
     if hooks is not None and carries_nothing(tensor):
@@ -265,9 +188,10 @@ def hold_argument(tensor: Tensor, hooks: Hooks | None, name: Name) -> Held:
     if _is_users(hooks):
         hooks = hooks[0], _torch.SavedTensor.unpack
         return Packed(tensor, hooks, name, save_input(tensor, False))
-    if hooks is not None:
-        announce(hooks, name, tensor)
-    return AsOperand(tensor, name)
+    owner = _owner_of(hooks)
+    if owner is not None:
+        owner.announce(name, tensor)
+    return AsOperand(save_input(tensor, False), name)
 
 
 def _is_users(saver: Saver) -> TypeGuard[Hooks]:
@@ -281,23 +205,16 @@ def _is_referenced(tensor: Tensor, saver: Saver) -> bool:
 
 
 def _owner_of(hooks: Hooks | None) -> Any:
-    """The region, or the recompute, that hooks belong to; None for hooks of others."""
+    """The region, or the recompute, that hooks belong to; None for hooks of others. It is told
+    which tensors that it packs are inputs of a region inside, and which memory that writes."""
     if hooks is None or not is_internal(hooks):
         return None
     pack = getattr(hooks[0], "func", hooks[0])  # inside of a partial
     return getattr(pack, "__self__", None)
 
 
-def announce(hooks: Hooks, role: object, tensor: Tensor) -> None:
-    """Tell the region around, or the recompute of one, that it packs an alias of this tensor next:
-    an input of an inner region."""
-    owner = _owner_of(hooks)
-    if owner is not None:
-        owner.announce(role, tensor)
-
-
 def note_written(hooks: Hooks | None, storages: Set[int | None]) -> None:
     """Tell the region around that an inner region has written to these storages."""
     owner = _owner_of(hooks)
     if owner is not None:
-        owner.note_written(storages - {None})
+        owner.written |= storages - {None}

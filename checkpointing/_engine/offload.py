@@ -7,7 +7,7 @@ tensor on its way out is referenced until the computation's stream has been told
 copy (a few at a time, and none after the end of the region), and a tensor on its way back until
 somebody waits for it.
 
-Invariant: `bring` returns exactly the tensor that was sent; the order of prefetching affects timing
+Invariant: `fetch` returns exactly the tensor that was sent; the order of prefetching affects timing
 only.
 
 Rejected: `Tensor.record_stream`. Memory would be free again when the host notices the end of the
@@ -19,14 +19,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _torch
+from .tensors import Held, Name
 
 
 class Destination(NamedTuple):
@@ -51,25 +50,20 @@ class Mover:
             return False
         return tensor.untyped_storage().nbytes() >= self.destination.min_bytes
 
-    def send(self, tensor: Tensor) -> Moved:
+    def send(self, tensor: Tensor, name: Name) -> Moved:
         """Copy a tensor out. Later work on its device may write it and reuse its memory."""
-        there, home, layout = self.destination.device, tensor.device, _torch.layout_of(tensor)
-        streams = _torch.streams_of(home)
-        values = _torch.one_each(tensor, tensor)
-        if streams is None:
-            copy = torch.empty_like(values, device=there).copy_(values)
-            return Moved(copy, home, layout)
-        pin_memory = self.destination.pin_memory and there.type == "cpu"
+        there, home = self.destination.device, tensor.device
+        streams, values = _torch.streams_of(home), _torch.one_each(tensor, tensor)
+        pin_memory = self.destination.pin_memory and there.type == "cpu" and streams is not None
         away = torch.empty_like(values, device=there, pin_memory=pin_memory)
-        here = streams.current_stream(home)
-        side = _side_stream(streams, home, "out")
-        side.wait_stream(here)
-        with streams.stream(side):
-            _copy(away, values)
-            done = side.record_event()
+        moved = Moved(away, name, tensor, streams)
+        if streams is None:
+            away.copy_(values)
+            return moved
+        moved.sent = _copy_beside(streams, home, "out", away, values)
         self.settle(_AT_ONCE - 1)
-        self._leaving.append((tensor, done, here))
-        return Moved(away, home, layout, streams, done)
+        self._leaving.append((tensor, moved.sent, streams.current_stream(home)))
+        return moved
 
     def settle(self, most: int = 0) -> None:
         """Drop the references to tensors that were sent, but for this many of the last."""
@@ -79,59 +73,56 @@ class Mover:
 
 
 _AT_ONCE = 4
-_AHEAD = 2  # how many are prefetched
 
 
-@dataclass(eq=False)
-class Moved:
-    """An offloaded tensor."""
+class Moved(Held):
+    """An offloaded tensor: a copy that waits elsewhere. Nobody can write it."""
 
-    away: Tensor
-    _home: torch.device
-    _layout: Any  # as which it comes back
-    _streams: Any = None
-    _sent: Any = None
-    _coming: Tensor | None = None  # on its way back
     rank = -1  # its place in the expected order of fetching, once there is one
+    sent: Any = None  # the end of the copy
+    _coming: Tensor | None = None  # on its way back
 
-    def settle(self) -> None:
+    def __init__(self, away: Tensor, name: Name, tensor: Tensor, streams: Any) -> None:
+        super().__init__(away, name)
+        self._home, self._layout, self._streams = tensor.device, _torch.layout_of(tensor), streams
+
+    def freeze(self, copied: Any = None) -> None:
         """Let the computation wait for the copy: the original is about to be written."""
-        if self._sent is not None:
-            self._streams.current_stream(self._home).wait_event(self._sent)
+        if self.sent is not None:
+            self._streams.current_stream(self._home).wait_event(self.sent)
 
     def prefetch(self) -> None:
         """Start to copy it back."""
         streams, home = self._streams, self._home
         if streams is None or self._coming is not None:
             return
-        here = streams.current_stream(home)  # whose memory it is
-        coming = torch.empty_like(self.away, device=home)
-        side = _side_stream(streams, home, "back")
-        side.wait_stream(here)  # which may still use this memory for an older tensor
-        side.wait_stream(_side_stream(streams, home, "out"))
-        with streams.stream(side):
-            _copy(coming, self.away)
-            done = side.record_event()
+        self._coming = torch.empty_like(self.packed, device=home)
+        done = _copy_beside(streams, home, "back", self._coming, self.packed)
         # If nobody asks for the tensor, this runs before its memory is free.
-        self._wait = weakref.finalize(self, here.wait_event, done)
+        self._wait = weakref.finalize(self, streams.current_stream(home).wait_event, done)
         self._wait.atexit = False
-        self._coming = coming
 
-    def bring(self) -> Tensor:
+    def fetch(self, frame: object) -> Tensor:
         self.prefetch()
         back, self._coming = self._coming, None
         if back is None:
-            back = self.away.to(self._home)
+            back = self.packed.to(self._home)
         else:
             self._wait()
         return _torch.laid_out(back, self._layout)
 
 
-def prefetch(order: list[Any], after: int) -> None:
-    """Prefetch the next ones in `order`, weak references to `Moved`s."""
-    waiting = (moved for weak in order[after + 1 :] if (moved := weak()) is not None)
-    for moved in islice(waiting, _AHEAD):
-        moved.prefetch()
+def _copy_beside(
+    streams: Any, device: torch.device, way: str, target: Tensor, source: Tensor
+) -> Any:
+    """Copy on the side stream of this way, after what the computation and copies out have to do
+    with the memory. Returns the end of the copy."""
+    side = _side_stream(streams, device, way)
+    side.wait_stream(streams.current_stream(device))
+    side.wait_stream(_side_stream(streams, device, "out"))
+    with streams.stream(side):
+        _copy(target, source)
+        return side.record_event()
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import _torch
 
 Undo = list[tuple[Callable[[Any], object], Any]]  # functions that put a state back, with the state
-_Stream = tuple[Callable[[Any], Any], Callable[[], Any]]  # setter and getter
+Rng = tuple[Callable[[Any], Any], Callable[[], Any]]  # a generator's setter and getter
 
 
 def undo_all(undo: Undo) -> None:
@@ -40,57 +40,47 @@ def enter_context(context: AbstractContextManager[Any], undo: Undo) -> None:
 class Generators:
     """States of random generators at one moment."""
 
-    def __init__(
-        self,
-        cpu: bool,
-        devices: Iterable[torch.device],
-        generators: Iterable[torch.Generator],
-        python: bool,
-    ) -> None:
-        """The default generators of the CPU (if `cpu`) and of `devices`, and `generators`; with
-        `python`, also those of the `random` module and, where it is installed, of NumPy."""
-        streams: list[_Stream] = [(_torch.set_cpu_state, _torch.get_cpu_state)] if cpu else []
-        streams += [_device_stream(device) for device in devices]
-        streams += [(generator.set_state, generator.get_state) for generator in generators]
+    def __init__(self, rngs: list[Rng], python: bool = False) -> None:
+        """With `python`, also those of the `random` module and, where it is installed, of
+        NumPy."""
         if python:
-            streams.append((random.setstate, random.getstate))
+            rngs = [*rngs, (random.setstate, random.getstate)]
             with suppress(ImportError):
                 numpy = importlib.import_module("numpy.random")
-                streams.append((numpy.set_state, lambda: numpy.get_state(legacy=False)))
+                rngs.append((numpy.set_state, lambda: numpy.get_state(legacy=False)))
         self._python = python
-        self._streams = [(setter, getter, getter()) for setter, getter in streams]
+        self._rngs = [(setter, getter, getter()) for setter, getter in rngs]
 
     @property
     def states(self) -> list[Tensor]:
-        return [state for _, _, state in self._streams if isinstance(state, Tensor)]
+        return [state for _, _, state in self._rngs if isinstance(state, Tensor)]
 
     def have_moved(self) -> bool:
         """Whether one of them has been used since; always True with those of Python and NumPy."""
         return self._python or any(
-            not torch.equal(state, getter()) for _, getter, state in self._streams
+            not torch.equal(state, getter()) for _, getter, state in self._rngs
         )
 
     def enter(self, undo: Undo) -> None:
         """Go back to this moment. `undo` gets the functions that return, unless it has an older
         state of a generator."""
         known = [setter for setter, _ in undo]
-        for setter, getter, state in self._streams:
+        for setter, getter, state in self._rngs:
             if setter not in known:
                 undo.append((setter, getter()))
             setter(state)
 
 
-class CpuState(Generators):
-    """The state of the default generator of the CPU, made more quickly."""
-
-    _python = False
-
-    def __init__(self) -> None:
-        setter, getter = _torch.set_cpu_state, _torch.get_cpu_state
-        self._streams = [(setter, getter, getter())]
+CPU_RNG: Rng = _torch.set_cpu_state, _torch.get_cpu_state
 
 
-def _device_stream(device: torch.device) -> _Stream:
+def rngs_of(devices: Iterable[torch.device], generators: Iterable[torch.Generator]) -> list[Rng]:
+    """The default generators of those devices that are accelerators, and `generators`."""
+    rngs = [_rng_of(device) for device in devices if has_rng(device)]
+    return rngs + [(each.set_state, each.get_state) for each in generators]
+
+
+def _rng_of(device: torch.device) -> Rng:
     """An accelerator's default generator (`torch.<type>.get_rng_state`, one uint8 tensor)."""
     module = torch.get_device_module(device)
     return lambda state: module.set_rng_state(state, device), lambda: module.get_rng_state(device)
@@ -104,11 +94,8 @@ def has_rng(device: torch.device) -> bool:
 # ---- switches
 
 
-_GETTERS = [getter for getter, _ in _torch.SWITCHES]
-
-
 def read_switches() -> list[Any]:
-    return [getter() for getter in _GETTERS]
+    return [getter() for getter, _ in _torch.SWITCHES]
 
 
 def enter_switches(values: list[Any], undo: Undo) -> None:

@@ -1,11 +1,13 @@
-"""Tensors as regions see them: their names in messages, and which are referenced, not saved."""
+"""Tensors as regions see them: their names in messages, which are referenced, not saved, and what
+a recompute knows of those that it needs."""
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
-from .. import _torch
+from .. import _torch, errors
 from .tree import Field
-
-_Parameter = nn.Parameter
 
 # Formatted only when it is needed: (parent, key) stands for `parent[key]`, an operator for its
 # input.
@@ -36,10 +38,7 @@ def root_of(tensor: Tensor) -> Tensor:
 
 def is_parameter(root: Tensor) -> bool:
     """Whether a region references this tensor and its views, rather than saving them (rule 2)."""
-    kind = type(root)
-    if kind is Tensor:
-        return False
-    return kind is _Parameter or isinstance(root, _Parameter)
+    return type(root) is not Tensor and isinstance(root, nn.Parameter)
 
 
 def carries_nothing(tensor: Tensor) -> bool:
@@ -60,3 +59,33 @@ def is_referenced(tensor: Tensor) -> bool:
     if tensor.requires_grad and not carries_nothing(tensor) and tensor.is_leaf:
         return True
     return is_parameter(root_of(tensor))
+
+
+def check_version(frame: object, name: Name, tensor: Tensor, version: int) -> None:
+    """A tensor that recompute reads must be at the version that the forward read."""
+    now = _torch.version(tensor)
+    if now != version:
+        raise errors.changed(frame, named(name, tensor), version, now)
+
+
+class Held:
+    """A tensor that a recompute will need."""
+
+    is_packed = True  # whether fetching it may cost a copy or a recompute
+    is_parameter = False  # whether it is referenced rather than saved
+    is_stale = False  # whether it is referenced rather than saved, and has been written since
+
+    def __init__(self, packed: Any, name: Name) -> None:
+        self.packed = packed
+        self.name = name
+
+    def fetch(self, frame: object) -> Tensor:
+        """The tensor as it was. Others may read it, too: it must not be written."""
+        raise NotImplementedError
+
+    def renew(self) -> None:
+        """The region has written to other parts of its memory."""
+
+    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
+        """The region is about to write the tensor: hold a copy from here on. `copied` copies the
+        live tensor, which may be quicker than fetching it."""

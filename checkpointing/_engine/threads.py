@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor, is_grad_enabled
@@ -61,28 +60,37 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
-@contextmanager
-def aside() -> Iterator[None]:
+class within:
+    """Run a recompute, or what no region records (`aside`), with `region` as the innermost one."""
+
+    def __init__(self, region: Region | None, aside: bool = False) -> None:
+        self._region, self._aside = region, aside
+
+    def __enter__(self) -> None:
+        here = thread.__dict__
+        self._before = here.copy()
+        here["region"] = self._region
+        here["depth"] += 1
+        here["aside"] += self._aside
+
+    def __exit__(self, *error: object) -> None:
+        thread.__dict__.update(self._before)
+
+
+def aside() -> within:
     """Suspend recording inside this block."""
-    thread.depth += 1
-    thread.aside += 1
-    try:
-        yield
-    finally:
-        thread.depth -= 1
-        thread.aside -= 1
+    return within(thread.region, aside=True)
 
 
 def without_recording(function: Callable[..., R], *values: Any) -> R:
     """Call a check, a copy or a hook of the user, whose operators are neither recorded nor part of
     a graph."""
     here = thread.__dict__
-    region, depth, aside = here["region"], here["depth"], here["aside"]
-    grad_mode = is_grad_enabled()
+    before, grad_mode = here.copy(), is_grad_enabled()
+    here.update(region=None, depth=here["depth"] + 1, aside=here["aside"] + 1)
+    set_grad_enabled(False)
     try:
-        here["region"], here["depth"], here["aside"] = None, depth + 1, aside + 1
-        set_grad_enabled(False)
         return function(*values)
     finally:
+        here.update(before)
         set_grad_enabled(grad_mode)
-        here["region"], here["depth"], here["aside"] = region, depth, aside

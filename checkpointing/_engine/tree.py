@@ -111,14 +111,6 @@ def put_together(saved: Any, leaf: Callable[[Any], Any], met: Any = None) -> Any
     return met[id(saved)]
 
 
-def leaves_of(*saved: Any) -> list[Any]:
-    """All parts in results of `take_apart`, without the containers."""
-    found = []
-    for one in saved:
-        found += leaves_of(*one.parts.values()) if type(one) is Container else [one]
-    return found
-
-
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a structure, in order."""
     found = []
@@ -133,13 +125,6 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Apply `function` to the tensors in a structure; `value` itself if that changes nothing."""
-    changed = False
-
-    def leaf(part: Any, _: Any) -> Any:
-        nonlocal changed
-        new = function(part) if isinstance(part, Tensor) else part
-        changed |= new is not part
-        return new
-
-    taken = take_apart(value, leaf)
-    return put_together(taken, lambda part: part) if changed else value
+    taken = take_apart(value, lambda part, _: function(part) if isinstance(part, Tensor) else part)
+    new = put_together(taken, lambda part: part)
+    return value if all(map(is_, tensors_in(value), tensors_in(new))) else new

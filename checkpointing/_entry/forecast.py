@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .. import _torch
-from .._engine import Generators, entered_from, root_of, unpack
+from .._engine import CPU_RNG, Generators, entered_from, root_of, unpack
 from .._plan import Block, Cost, Outlook
 from .._record import Placement, Program, Run, Step, tensors_of
 from .._replay import Replay
@@ -125,7 +125,7 @@ class _Rehearsal(Run):
 @contextmanager
 def _put_back(run: _Rehearsal) -> Iterator[None]:
     """Afterwards, generators, buffers and memory from outside are as they were."""
-    generators = Generators(True, (), (), True)
+    generators = Generators([CPU_RNG], python=True)
     try:
         with (
             register_module_forward_pre_hook(run.calls_module),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import detach_variable
 
 from .. import _torch, errors
-from .._engine import Region, Undo, tensors_in, thread, undo_all, warn
+from .._engine import Region, Undo, tensors_in, undo_all, warn, within
 from .._rerun import Call, PreserveRngState
 
 
@@ -77,16 +77,13 @@ def _rerun(call: Call, count: int) -> tuple[Any, Any]:
     """The last `count` arguments (a partial adds others before), detached; and the outputs."""
     name = "the reentrant backend"
     undo: Undo = []
-    region, thread.region = thread.region, Region()
-    thread.depth += 1
-    try:
-        function, args, kwargs, cells = call.restored(name)
-        first, inputs = args[:-count], detach_variable(tuple(args[-count:]))
-        outputs = call.go_back(name, cells, undo).run(function, *first, *inputs, **kwargs)
-    finally:
-        undo_all(undo)
-        thread.depth -= 1
-        thread.region = region
+    with within(Region()):
+        try:
+            function, args, kwargs, cells = call.restored(name)
+            first, inputs = args[:-count], detach_variable(tuple(args[-count:]))
+            outputs = call.go_back(name, cells, undo).run(function, *first, *inputs, **kwargs)
+        finally:
+            undo_all(undo)
     return inputs, (outputs,) if isinstance(outputs, Tensor) else outputs
 
 

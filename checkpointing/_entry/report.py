@@ -171,11 +171,10 @@ def report_of(frames: Iterable[Frame]) -> Report:
 def region_of(frame: Frame) -> RegionReport:
     held: dict[Any, TensorReport] = {}
     for kind, part, operator, note in frame.holdings():
-        packed = _packed(part)
-        if type(packed) is Moved:
-            kind, packed = "offloaded", packed.away
+        if type(part) is Moved:
+            kind = "offloaded"
         # A region around this one holds what is in its slots.
-        for tensor in tensors_in(packed)[:1]:
+        for tensor in tensors_in(_packed(part))[:1]:
             held |= _by_storage(kind, tensor, operator, *note)
     saved = _sorted(frame.notes.values()) if frame.notes else ()
     return RegionReport(

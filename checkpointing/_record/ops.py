@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import ATOMS, Generators, has_rng
+from .._engine import ATOMS, CPU_RNG, Generators, rngs_of
 
 
 class Info:
@@ -172,10 +172,7 @@ def generators_of(args: Any, kwargs: dict[str, Any], python: bool) -> Generators
     those of Python and NumPy."""
     values = [value for value in (*args, *kwargs.values()) if type(value) not in ATOMS]
     generators = [value for value in values if type(value) is torch.Generator]
-    if generators:
-        return Generators(False, (), generators, python)
     devices = {tensor.device for tensor in tensors_of(values)}
     if kwargs.get("device") is not None:
         devices = {torch.device(kwargs["device"])}
-    others = [*filter(has_rng, devices)]
-    return Generators(not others, others, (), python)
+    return Generators(rngs_of((), generators) or rngs_of(devices, ()) or [CPU_RNG], python)

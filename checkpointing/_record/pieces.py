@@ -88,7 +88,7 @@ class Pieces:
 
     def copy(self, tensor: Tensor) -> Held:
         """A copy, the same for all pieces until something is written."""
-        return Aliased(without_recording(self.copies.copy, tensor), "an input")
+        return Aliased(without_recording(self.copies.of, tensor), "an input")
 
     def before_write(self, step: Step, targets: Iterable[Tensor]) -> None:
         """Copy what is held where a step writes."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import Aliased, CpuState, Destination, Held, Mover, hold, thread
+from .._engine import CPU_RNG, Aliased, Destination, Generators, Held, Mover, hold, thread
 from .ops import generators_of
 from .origins import Cells
 from .pieces import Pieces
@@ -128,7 +128,7 @@ class Store:
 
     def refer(self, asked: Hold, parameter: Tensor) -> None:
         """Hold a parameter by itself."""
-        self.held[asked.value] = Aliased(parameter, "a parameter", True, parameter._version)
+        self.held[asked.value] = Aliased(parameter, "a parameter", True)
         self._new.append(asked)
 
     def keep(self, asked: Hold, mover: Mover | None) -> None:
@@ -263,7 +263,7 @@ class Store:
         if not (is_custom or preserve):
             return None
         if step.is_quick_draw and type(args[0]) is Tensor and args[0].is_cpu:
-            return CpuState()
+            return Generators([CPU_RNG])
         return generators_of(args, kwargs, is_custom and preserve == "all")
 
     def has_drawn(self, step: Step, state: Any) -> bool:

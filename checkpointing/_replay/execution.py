@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import _torch, errors
-from .._engine import Frame, Request, TaskTensors, Undo, described
+from .._engine import Frame, Moved, Task, Undo, described
 from .._plan import Found, Instruction, Window
 from .._record import Like, check_there, shapes_of, tensors_of
 
@@ -28,46 +28,38 @@ def fetch(held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
         if held.is_parameter:
             check_there(where, tensor)
         # Else it can be fetched again.
-        if held.is_packed and held.moved is None:
+        if held.is_packed and type(held) is not Moved:
             inputs[held] = tensor
     return tensor
 
 
-class Task(TaskTensors):
-    """The tensors of a block in one graph task."""
+class Work(Task):
+    """The tensors of a block in one graph task, computed by replays of windows."""
 
-    holds_more = True
+    undo: Undo  # of the present recompute
 
     def __init__(self) -> None:
         super().__init__()
         self.memory: dict[Any, Any] = {}  # tensors that have been fetched, and parts of stocks
 
 
-class Work(Request):
-    """A recompute by replays of windows."""
-
-    task: Task
-    undo: Undo
-
-
 class Execution:
     """One replay of a window."""
 
-    def __init__(self, window: Window, stock: Any, work: Work) -> None:
+    def __init__(self, window: Window, stock: Any, frame: Frame, work: Work) -> None:
         """`stock` has what the run holds for the window."""
-        self.window, self.frame, self.undo = window, work.frame, work.undo
+        self.window, self.frame, self.undo = window, frame, work.undo
         self.random, self.numbers, self.shapes = stock.random, stock.numbers, stock.shapes
         self.found: dict[int, Tensor] = {}  # by target
         self.exposed: dict[int, list[int]] = defaultdict(list)  # by memory: found, and not copied
         self.table = window.table.copy()
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         for place, value, _ in window.starts:
-            self.table[place] = fetch(stock.held[value], work.frame, work.task.memory)
+            self.table[place] = fetch(stock.held[value], frame, work.memory)
 
     def make(self) -> dict[int, Tensor]:
         """What the window makes, by target."""
-        with _torch.below_autograd():
-            self._make()
+        _torch.below_autograd(self._make)
         return self.found
 
     def _make(self) -> None:
@@ -145,6 +137,6 @@ class Execution:
             hit.update([number for number in exposed if slots[number].is_read])
         copies = _torch.Copies()
         for number in hit:
-            copy = copies.copy if slots[number].is_read else _torch.copy
+            copy = copies.of if slots[number].is_read else _torch.copy
             self.found[number] = copy(self.found[number])
         self.exposed[memory] = [number for number in exposed if number not in hit]

@@ -9,8 +9,8 @@ holder runs the window of its group.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
-from itertools import accumulate
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, islice
 from typing import Any
 from weakref import ref
 
@@ -24,21 +24,20 @@ from .._engine import (
     Holder,
     Holding,
     Moved,
-    Request,
+    Task,
     Undo,
     enter_context,
     enter_switches,
-    maker_of,
-    prefetch,
     regions,
     undo_all,
     warn,
 )
 from .._plan import Group, Plan, Window, attach, plan_of
 from .._record import Path, Pieces, Run, Slot, Value, Wrapped, size_pieces, slots_of
-from .execution import Execution, Task, Work, fetch
+from .execution import Execution, Work, fetch
 
 _MUCH, _NEARLY_ALL = 1 << 26, 0.9  # bytes that a block saves, and the part that backward needs
+_AHEAD = 2  # how many offloaded tensors are prefetched
 
 
 class Stock:
@@ -63,21 +62,19 @@ class Stock:
         """Which holder of the frame has a slot."""
         return self.first_holder + self.group.path.owners[slot]
 
-    def wanted(self, request: Request) -> dict[int, Holder]:
+    def wanted(self, holders: Sequence[ref[Holder]], task: Task) -> dict[int, Holder]:
         """By slot: the live holders that the graph task may still open."""
-        ready, refs = request.ready, request.frame.holders
         owners, first = self.group.path.owners, self.first_holder
         found: dict[int, Holder] = {}
         for slot in self.group.slots:
-            holder = refs[first + owners[slot]]()
-            if holder is not None and holder.slot not in ready:
+            holder = holders[first + owners[slot]]()
+            if holder is not None and holder.slot not in task:
                 found[slot] = holder
         return found
 
     def moved(self) -> list[Moved]:
         """What waits elsewhere."""
-        packed = [held.moved for held in self.held.values() if isinstance(held, Held)]
-        return [moved for moved in packed if moved is not None]
+        return [held for held in self.held.values() if type(held) is Moved]
 
 
 class _Holder(Holder):
@@ -90,8 +87,7 @@ class Replay(Frame):
     """A block whose operators run again."""
 
     hint = errors.UNSEEN
-    kind_of_task = Task
-    kind_of_request = Work
+    kind_of_task = Work
     may_have_pieces = False
     is_new = False  # whether the block went a way that was not known
 
@@ -217,9 +213,6 @@ class Replay(Frame):
     def announce(self, role: object, tensor: Tensor) -> None:
         self.run.announce(tensor)
 
-    def note_written(self, storages: Set[int]) -> None:
-        """The run has seen the operators that wrote."""
-
     def at_hand(self, holder: Holder) -> Tensor | None:
         """A value that is held by itself: nothing to compute, nothing to share."""
         slot = holder.saved
@@ -235,12 +228,12 @@ class Replay(Frame):
         except errors.CheckpointError:
             return None  # it will be raised again, from a recompute
 
-    def recompute(self, request: Request) -> None:
+    def recompute(self, holder: Holder, task: Task) -> None:
         run = self.run
-        assert isinstance(request, Work), "which `kind_of_request` says"
+        assert isinstance(task, Work), "which `kind_of_task` says"
         run.store.settle()
         undo: Undo = []
-        request.undo = undo
+        task.undo = undo
         if run.fake_mode is not None and _torch.fake_mode() is None:  # backward runs outside of it
             enter_context(run.fake_mode, undo)
         before = self.replayed
@@ -249,26 +242,26 @@ class Replay(Frame):
             enter_switches(run.switches, undo)
             if self.context is not None:
                 enter_context(self.context, undo)
-            self._replay(request.holder, request)
-            for holder in () if self.early_stop else request.wanted():
-                if holder.slot not in request.ready:
-                    self._replay(holder, request)
+            self._replay(holder, task)
+            for other in () if self.early_stop else self.wanted(task):
+                self._replay(other, task)
         finally:
             undo_all(undo)
         self.replays += self.replayed > before
         if regions.entered:
             regions.is_alone, regions.entered = regions.entered == 1, 0
         if regions.is_alone and run.store.placement is None:
-            self._advise(request)
-        if request.task.memory and request.is_last:
-            request.task.memory.clear()
+            self._advise(task)
+        # Mostly the first look tells, since backward opens the last slots first.
+        if task.memory and next(self.wanted(task), None) is None:
+            task.memory.clear()
 
-    def _advise(self, request: Request) -> None:
+    def _advise(self, task: Task) -> None:
         """Warn if this block, the only one in the step, has brought back all at once."""
         program, saved = self.run.program, self.run.store.saved_bytes
         if program.is_advised or saved <= _MUCH:
             return
-        tensors = [tensor for tensor in request.ready.values() if tensor is not None]
+        tensors = [tensor for tensor in task.values() if tensor is not None]
         made = {_torch.storage_of(tensor): _torch.memory_size(tensor) for tensor in tensors}
         if sum(made.values()) > _NEARLY_ALL * saved:
             program.is_advised = True
@@ -281,7 +274,7 @@ class Replay(Frame):
     def _replay(self, holder: Holder, work: Work) -> None:
         """Run the window of a holder, and hand out what it makes."""
         stock = self._part_of(holder, work)
-        holders = stock.wanted(work)
+        holders = stock.wanted(self.holders, work)
         window = stock.group.window(tuple(holders))
         execution = self._execution(window, stock, work)
         if self.run.store.movers and self.complete:
@@ -294,21 +287,21 @@ class Replay(Frame):
                 mine = parts[holder.slot]
                 mine.append(tensor)
                 if len(mine) == len([*slots_of(saved)]):
-                    work.deliver(holder, saved.unwrapped(iter(mine)))
+                    self.deliver(holder, saved.unwrapped(iter(mine)), work)
                 continue
             if not hasattr(holder, "stock"):
                 self.run.adopt(tensor, saved)
-            work.deliver(holder, tensor)
+            self.deliver(holder, tensor, work)
 
     def _execution(self, window: Window, stock: Stock, work: Work) -> Execution:
         self.replayed += window.counted
-        return Execution(window, stock, work)
+        return Execution(window, stock, self, work)
 
     def _part_of(self, holder: Holder, work: Work) -> Stock:
         """What the window of a holder starts from. Where the run has not held it, it is made now,
         for all parts at once. It stays until the windows of the parts have run, or the graph task
         ends; what a part starts from, until that is in parts, too."""
-        whole, memory = self._stock_of(holder), work.task.memory
+        whole, memory = self._stock_of(holder), work.memory
         stock = whole
         if not whole.group.parts:
             return whole
@@ -326,7 +319,7 @@ class Replay(Frame):
 
     def _fill(self, stock: Stock, work: Work) -> dict[int, Stock]:
         """What the parts of a group start from, by holder."""
-        wanted = stock.wanted(work)
+        wanted = stock.wanted(self.holders, work)
         values, window = stock.group.filling(wanted)
         made = self._execution(window, stock, work).make()
         held = {**stock.held, **{value: made[number] for number, value in enumerate(values)}}
@@ -349,7 +342,9 @@ class Replay(Frame):
                         moved.rank = len(self._order)
                         self._order.append(ref(moved))
         last = max([moved.rank for moved in stock.moved()], default=len(self._order))
-        prefetch(self._order, last)
+        coming = (later for weak in self._order[last + 1 :] if (later := weak()) is not None)
+        for later in islice(coming, _AHEAD):
+            later.prefetch()
 
     # ---- for messages and reports
 
@@ -360,7 +355,8 @@ class Replay(Frame):
     def maker(self, holder: Any, tensor: Tensor) -> str | None:
         path = holder.stock.group.path if hasattr(holder, "stock") else self.run.so_far()
         steps = [path.maker_of(slot.value) for slot in slots_of(holder.saved)]
-        return next((str(step.func) for step in steps if step is not None), maker_of(tensor))
+        known = (str(step.func) for step in steps if step is not None)
+        return next(known, None) or super().maker(holder, tensor)
 
     def counts(self) -> tuple[int, tuple[int, ...]]:
         """How many operators were recorded, and where among them the cuts are."""

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import contextvars
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from .. import _torch
 from .._engine import Undo, enter_context, enter_switches, put_together, read_switches, take_apart
@@ -28,37 +30,11 @@ from .._engine import Undo, enter_context, enter_switches, put_together, read_sw
 S = TypeVar("S")
 
 
-class StateHandle:
-    """A registration by `register_state`. `remove()` or the end of its `with` block ends it."""
-
-    def __init__(self, snapshot: Callable[[], Any], restore: Callable[[Any], object]) -> None:
-        self._snapshot = snapshot
-        self._restore = restore
-
-    def remove(self) -> None:
-        """Take no more snapshots. Regions that have one still restore it. A second call does
-        nothing."""
-        _registered.pop(self, None)
-
-    def __enter__(self) -> StateHandle:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
-
-    def capture(self) -> Any:
-        with torch.no_grad():
-            return self._snapshot()
-
-    def restore(self, state: Any) -> None:
-        with torch.no_grad():
-            self._restore(state)
+# In order; each access is atomic.
+_registered: OrderedDict[int, tuple[Callable[[], Any], Callable[[Any], object]]] = OrderedDict()
 
 
-_registered: dict[StateHandle, None] = {}  # in order; each access is atomic
-
-
-def register_state(snapshot: Callable[[], S], restore: Callable[[S], object]) -> StateHandle:
+def register_state(snapshot: Callable[[], S], restore: Callable[[S], object]) -> RemovableHandle:
     """Restore a state that is not an argument in recomputes, such as the scales of FP8 casts.
 
     From now on, in every thread, a region that calls its function again (rerun, reentrant) calls
@@ -94,8 +70,8 @@ def register_state(snapshot: Callable[[], S], restore: Callable[[S], object]) ->
     for function in (snapshot, restore):
         if not callable(function):
             raise TypeError(f"register_state takes two functions, not {function!r}")
-    handle = StateHandle(snapshot, restore)
-    _registered[handle] = None
+    handle = RemovableHandle(_registered)
+    _registered[handle.id] = torch.no_grad()(snapshot), torch.no_grad()(restore)
     return handle
 
 
@@ -114,8 +90,9 @@ class Ambient:
             context.run(variable.set, None)
         self._switches = read_switches()
         self._modes = _torch.function_modes() if _torch.function_mode_count() else []
-        self._autocast = _autocast_state() if _torch.autocast_is_on_somewhere() else None
-        self._states = [(each, each.capture()) for each in [*_registered]] if _registered else ()
+        self._autocast = _autocast_state() if _torch.autocast_is_on_somewhere() else []
+        known = [*_registered.values()] if _registered else ()
+        self._states = [(*pair, pair[0]()) for pair in known]
 
     def enter(self, undo: Undo) -> contextvars.Context:
         """Enter the states that differ; `undo` gets the functions that leave them. Returns the
@@ -131,22 +108,20 @@ class Ambient:
         if torch.is_inference_mode_enabled():  # as may backward, but no forward of a region
             enter_context(torch.inference_mode(False), undo)
         is_on = _torch.autocast_is_on_somewhere()
-        if is_on or self._autocast is not None:
+        if is_on or self._autocast:
             self._enter_autocast(is_on, undo)
-        for handle, state in self._states:
-            undo.append((handle.restore, handle.capture()))
-            context.run(handle.restore, state)
+        for snapshot, restore, state in self._states:
+            undo.append((restore, snapshot()))
+            context.run(restore, state)
         return context
 
     def _enter_autocast(self, is_on: bool, undo: Undo) -> None:
         """Enter autocast without the casts of weights that it has cached, and leave none behind."""
         undo += _autocast_state()
-        if self._autocast is None:
-            for kind in _torch.autocast_device_types():
-                torch.set_autocast_enabled(kind, False)
-        else:
-            for setter, value in self._autocast:
-                setter(value)
+        for kind in _torch.autocast_device_types():
+            torch.set_autocast_enabled(kind, False)
+        for setter, value in self._autocast:
+            setter(value)
         if is_on:  # the casts of the autocast around the backward must stay
             torch.set_autocast_cache_enabled(False)
         else:

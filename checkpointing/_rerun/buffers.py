@@ -7,9 +7,9 @@ Rejected: exchanging the buffers for copies. Aliases, views and caches keyed by 
 refer to the originals.
 """
 
-import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Set
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,15 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch, errors
-from .._engine import Field, Undo, check_version, named, without_recording
+from .._engine import Aliased, Field, Undo, named, without_recording
 from .inputs import Inputs, items_of
 
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
 _OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
 _SMALL = 1 << 16  # bytes: cheap to copy before every forward
 _LEAVES_NO_TRACE = (_torch.Normalisation, torch.jit.ScriptModule)  # kernels bypass version counters
-
-Entry = tuple[nn.Module, dict[str, Any]]  # a module, with the buffers that it had
 
 
 class Moment:
@@ -51,60 +49,58 @@ class Buffers:
     """
 
     then = Moment([], [])  # the buffers that are rewound
+    rewound: Set[int] = frozenset()  # their storages, in a rerun
 
     def __init__(self, inputs: Inputs) -> None:
         """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
-        flags = {}  # None: frozen TorchScript, which has no flag
-        entries = []
+        flags: dict[nn.Module, Any] = {}  # None: frozen TorchScript, which has no flag
+        self._entries: list[tuple[nn.Module, dict[str, Any]]] = []  # with the buffers they had
         self._owners = []  # modules with parameters
-        stack = [*inputs.modules]
-        while stack:
-            module = stack.pop()
+        modules: list[nn.Module | None] = [*inputs.modules]
+        for module in modules:
             if module is None or module in flags:
                 continue
             flags[module] = getattr(module, "training", None)
             children, own, buffers = _torch.parts_of_module(module)
             if children:
-                stack += children.values()
+                modules += children.values()
             if own:
                 self._owners.append(module)
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
                 inputs.generators += _generators_of(module)
             if buffers:
-                entries.append((module, dict(buffers)))
+                self._entries.append((module, dict(buffers)))
         self._flags = flags
         self._parameters = self._present()
         inputs.devices |= {tensor.device for tensor in self._parameters if not tensor.is_cpu}
-        self._trained = [tensor for tensor in self._parameters if tensor.requires_grad]
-        self._entries = entries
-        self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []  # with their versions
-        if entries:
+        self._trained = [
+            (tensor, tensor._version)
+            for tensor in self._parameters
+            if tensor.requires_grad and not tensor.is_inference()
+        ]
+        self._guarded: list[Aliased] = []
+        if self._entries:
             self._capture()
-        self._versions = _versions_of(self._trained)
 
     def _capture(self) -> None:
         """Copy the buffers that can be rewound, and note the versions of the others."""
         small = []  # two that share memory are rewound twice, to the same values
         for module, buffers in self._entries:
-            limit: float = _SMALL
-            if isinstance(module, _LEAVES_NO_TRACE):
-                limit = math.inf if self._flags[module] else -1  # less than that of an empty one
             for name, tensor in buffers.items():
                 if tensor is None:
                     continue
-                if _can_be_rewound(tensor) and tensor.nbytes <= limit:
+                if _can_be_rewound(module, tensor):
                     small.append(tensor)
                 else:
-                    self._guarded.append((module, name, tensor, _torch.version(tensor)))
+                    full_name = type(module).__name__, Field(name)
+                    self._guarded.append(Aliased(tensor, full_name))
         if small:
             self.then = Moment(small, [t if _is_dense(t) else _torch.bytes_of(t) for t in small])
 
     def end(self) -> None:
         """The region has run. Parameters that it has written itself are not guarded."""
-        if written := {*map(id, self._written())}:
-            self._trained = [tensor for tensor in self._trained if id(tensor) not in written]
-            self._versions = _versions_of(self._trained)
+        self._trained = [pair for pair in self._trained if pair[0]._version == pair[1]]
 
     def written(self, frame: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward.
@@ -119,41 +115,26 @@ class Buffers:
             is_gone = not isinstance(tensor, nn.Parameter) and id(tensor) not in map(id, now)
             if is_gone or _is_another(tensor, other):
                 raise errors.exchanged(frame, named("a parameter", tensor))
-        return self._written()
+        return [each for each, version in self._trained if each._version != version]
 
     def _present(self) -> list[Tensor]:
         owned = [module._parameters.values() for module in self._owners]
         return [tensor for own in owned for tensor in own if tensor is not None]
 
-    def _written(self) -> list[Tensor]:
-        versions = _versions_of(self._trained)
-        if versions == self._versions:
-            return []
-        known = zip(self._trained, self._versions, versions, strict=True)
-        return [tensor for tensor, version, now in known if now != version]
-
-    def storages(self) -> set[int]:
-        """The storages of the buffers that are rewound."""
-        return {
-            _torch.storage_id(part)
-            for tensor in self.then.tensors
-            for part in _torch.plain_parts(tensor)
-        }
-
     def enter(self, frame: object, undo: Undo) -> None:
         """Go back to the forward; `undo` gets the functions that return."""
-        for module, name, tensor, version in self._guarded:
-            check_version(frame, (type(module).__name__, Field(name)), tensor, version)
+        for buffer in self._guarded:
+            buffer.fetch(frame)
         flags = {module: getattr(module, "training", None) for module in self._flags}
         if flags != self._flags:
             undo.append((_set_flags, flags))
             _set_flags(self._flags)
-        if not self._entries:
-            return
-        now = [(module, dict(_torch.buffers_of_module(module)[0])) for module, _ in self._entries]
-        undo.append((_set, now))
-        _set(self._entries)
+        for module, buffers in self._entries:
+            undo.append((partial(_set, module), dict(_torch.buffers_of_module(module)[0])))
+            _set(module, buffers)
         if self.then.tensors:
+            parts = [part for each in self.then.tensors for part in _torch.plain_parts(each)]
+            self.rewound = {*map(_torch.storage_id, parts)}
             undo.append((Moment.go_back, Moment(self.then.tensors, self.then.memory)))
             self.then.go_back()
 
@@ -165,13 +146,6 @@ def _is_another(tensor: Tensor, other: Tensor) -> bool:
     if not _torch.memory_size(tensor) or not _torch.are_alike(tensor, other):
         return False
     return not _torch.same_bits(tensor, other)
-
-
-def _versions_of(tensors: list[Tensor]) -> list[int]:
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:  # some are made in inference mode
-        return [*map(_torch.version, tensors)]
 
 
 def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:
@@ -189,10 +163,14 @@ def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:
     )
 
 
-def _can_be_rewound(tensor: Tensor) -> bool:
+def _can_be_rewound(module: nn.Module, tensor: Tensor) -> bool:
     if tensor.is_nested or _torch.is_lazy(tensor):
         return False
-    return _torch.has_storage(tensor) and not tensor.is_inference()
+    if tensor.is_inference() or not _torch.has_storage(tensor):
+        return False
+    if isinstance(module, _LEAVES_NO_TRACE):
+        return bool(getattr(module, "training", None))
+    return tensor.nbytes <= _SMALL
 
 
 def _set_flags(flags: dict[nn.Module, bool | None]) -> None:
@@ -201,18 +179,17 @@ def _set_flags(flags: dict[nn.Module, bool | None]) -> None:
             module.training = is_training
 
 
-def _set(entries: Iterable[Entry]) -> None:
-    """Give the modules these buffers, where others have been set. A buffer that is not persistent
-    is a cache that an attribute describes (the length of rotary embeddings): it stays as it is."""
-    for module, then in entries:
-        store, caches = _torch.buffers_of_module(module)
-        now = dict(store)
-        if now.keys() == then.keys() and all(map(operator.is_, now.values(), then.values())):
-            continue
-        if isinstance(store, dict):  # a scripted module can have no other names
-            store.clear()
-        for name, tensor in {**then, **{name: now[name] for name in caches & now.keys()}}.items():
-            store[name] = tensor
+def _set(module: nn.Module, then: dict[str, Any]) -> None:
+    """Give a module these buffers, if others have been set. A buffer that is not persistent is a
+    cache that an attribute describes (the length of rotary embeddings): it stays as it is."""
+    store, caches = _torch.buffers_of_module(module)
+    now = dict(store)
+    if now.keys() == then.keys() and all(map(operator.is_, now.values(), then.values())):
+        return
+    if isinstance(store, dict):  # a scripted module can have no other names
+        store.clear()
+    for name, tensor in {**then, **{name: now[name] for name in caches & now.keys()}}.items():
+        store[name] = tensor
 
 
 def _is_dense(tensor: Tensor) -> bool:

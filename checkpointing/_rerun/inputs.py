@@ -7,7 +7,7 @@ collected on the way.
 
 import dis
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -16,19 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .. import _torch, errors
+from .. import _torch
 from .._engine import (
     ATOMS,
+    Aliased,
     Held,
     Name,
-    Referenced,
     hold_argument,
-    named,
     take_apart,
-    without_recording,
 )
 
-Given = tuple[Tensor, int, Held]  # a tensor, its version, and the `Held` of it
 Cells = list[tuple[CellType, Any]]  # variables that a function closes over, with their contents
 
 
@@ -38,11 +35,12 @@ class Inputs:
     devices: frozenset[torch.device] = frozenset()
     generators: tuple[torch.Generator, ...] = ()
     modules: tuple[Module, ...] = ()
-    defaults: tuple[Held, ...] = ()  # tensors that a call need not name
     _hooks: _torch.Hooks | None = None
-    # With hooks around, while the function runs: the tensors that it was given, by id.
-    _given: dict[int, Given] | None = None
-    _is_shared = False  # whether one of them was given twice
+
+    def __init__(self) -> None:
+        # By id, while the function runs: a tensor, its version, and the `Held` of it.
+        self._given: dict[int, tuple[Tensor, int, Held]] = {}
+        self.inputs: dict[Held, bool] = {}  # and whether they required grad
 
     def hold(self, value: Any, name: Name) -> Any:
         """Hold an argument, a part of one, or a variable until the rerun. A tensor that comes twice
@@ -51,14 +49,12 @@ class Inputs:
             if not value.is_cpu:
                 self.devices |= {value.device}
             held = hold_argument(value, self._hooks, name)
-            if self._given is None:
-                return held
-            first = self._given.setdefault(id(value), (value, _torch.version(value), held))[2]
-            self._is_shared |= first is not held
-            return first
+            given = self._given.setdefault(id(value), (value, _torch.version(value), held))
+            self.inputs[given[2]] = value.requires_grad
+            return given[2]
         if isinstance(value, torch.Generator):
             self.generators += (value,)
-        elif type(value) not in ATOMS:
+        else:
             self.look_at(value)
         return value
 
@@ -78,40 +74,35 @@ class Inputs:
         if function.__closure__ is None:
             return []
         code = function.__code__
-        own = _assigned_by(code)
         return [
             (cell, self.hold(contents_of(cell), f"the variable '{name}'"))
             for name, cell in zip(code.co_freevars, function.__closure__, strict=True)
-            if name not in own
+            if name not in _assigned_by(code)
         ]
 
     def _look_into(self, function: FunctionType) -> None:
         """Find modules among the globals that a function names, and its defaults."""
         code, scope = function.__code__, function.__globals__
-        names = code.co_names
-        for const in code.co_consts:
-            if type(const) is CodeType:  # a comprehension, a lambda
-                names += const.co_names
-        for name in names:
-            if name in scope and isinstance(scope[name], Module):
-                self.modules += (scope[name],)
+        for each in (code, *_codes_in(code)):
+            for name in each.co_names:
+                if name in scope and isinstance(scope[name], Module):
+                    self.modules += (scope[name],)
         if function.__defaults__ or function.__kwdefaults__:
             self._hold_defaults(function)
 
     def _hold_defaults(self, function: FunctionType) -> None:
         """Guard the tensors among a function's default arguments, which live as long as it does.
         Look for generators and modules there."""
-        defaults = dict(function.__kwdefaults__ or {})
-        if positional := function.__defaults__:
-            code = function.__code__
-            names = code.co_varnames[: code.co_argcount]
-            defaults |= zip(names[-len(positional) :], positional, strict=True)
+        code, positional = function.__code__, function.__defaults__ or ()
+        names = code.co_varnames[: code.co_argcount]
+        last = dict(zip(names[::-1], positional[::-1], strict=False))
+        defaults = last | (function.__kwdefaults__ or {})
 
         def guard(value: Any, name: Name) -> None:
-            if isinstance(value, Tensor):
-                self.defaults += (Referenced(value, name),)
-            else:
+            if not isinstance(value, Tensor):
                 self.hold(value, name)
+                return
+            self.inputs[Aliased(value, name, True)] = value.requires_grad
 
         if not ATOMS.issuperset(map(type, defaults.values())):
             take_apart(defaults, guard, "defaults")
@@ -139,10 +130,8 @@ _MOST_ITEMS = 100  # larger containers are not searched for modules and generato
 def _wrapped_by(value: Any) -> list[Any]:
     if type(value) is partial:
         return [value.func, *value.args, *value.keywords.values()]
-    parts = [contents_of(cell) for cell in value.__closure__ or ()]
-    if type(value) is MethodType:
-        parts.append(value.__self__)
-    return parts
+    cells = value.__closure__ or ()
+    return [getattr(value, "__self__", None), *map(contents_of, cells)]
 
 
 def items_of(value: Any) -> Iterable[Any]:
@@ -154,35 +143,12 @@ def items_of(value: Any) -> Iterable[Any]:
     return value if len(value) <= _MOST_ITEMS else ()
 
 
-class Fetched:
-    """Fetches inputs: a tensor that is two arguments once, and one that the function writes as a
-    copy, since others may read the fetched one."""
-
-    def __init__(self, frame: object, written: Mapping[Held, int]) -> None:
-        self._frame, self._written = frame, written
-        self._met: dict[Held, Tensor] = {}
-        self._copies = _torch.Copies()
-        self._storages: dict[int, int] = {}  # by the storage in the forward
-
-    def __call__(self, saved: Any) -> Any:
-        if not isinstance(saved, Held):
-            return saved
-        if saved not in self._met:
-            tensor = saved.fetch(self._frame)
-            if saved in self._written:
-                tensor = self._copied(saved, tensor)
-            self._met[saved] = tensor
-        return self._met[saved]
-
-    def _copied(self, saved: Held, tensor: Tensor) -> Tensor:
-        storage = _torch.storage_id(tensor)
-        if self._storages.setdefault(self._written[saved], storage) != storage:
-            # Hooks have made two storages of one.
-            raise errors.changed(self._frame, named(saved.name, tensor))
-        return _torch.in_place_of(tensor, without_recording(self._copies.copy, tensor))
-
-
 # ---- variables
+
+
+def _codes_in(code: CodeType) -> list[CodeType]:
+    """Comprehensions, lambdas and functions that are defined in a function."""
+    return [const for const in code.co_consts if type(const) is CodeType]
 
 
 @lru_cache  # bounded, since it holds the code
@@ -193,9 +159,7 @@ def _assigned_by(code: CodeType) -> frozenset[str]:
         for step in dis.get_instructions(code)
         if step.opname in ("STORE_DEREF", "DELETE_DEREF")
     }
-    names = names.union(
-        *(_assigned_by(const) for const in code.co_consts if type(const) is CodeType)
-    )
+    names = names.union(*map(_assigned_by, _codes_in(code)))
     return frozenset(code.co_freevars) & names
 
 
@@ -208,9 +172,9 @@ def contents_of(cell: CellType) -> Any:
 
 
 def fill(cells: Cells) -> None:
-    """Give these contents to the cells that have others."""
+    """Give the cells these contents."""
     for cell, value in cells:
         if value is cell:
             del cell.cell_contents
-        elif contents_of(cell) is not value:
+        else:
             cell.cell_contents = value

@@ -9,8 +9,7 @@ its own arguments, or the same views of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from .._engine import (
     ATOMS,
     Frame,
     Generators,
-    Held,
     Name,
     Region,
     hold,
@@ -31,22 +29,18 @@ from .._engine import (
     root_of,
     take_apart,
     tensors_in,
-    thread,
+    within,
     without_recording,
 )
 
 
-class Pin(NamedTuple):
+class Pin:
     """A value of the forward that the rerun takes over."""
 
-    held: Held
-    in_graph: bool
-    live: weakref.ref[Tensor]
-
-    @classmethod
-    def of(cls, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Pin:
-        in_graph = tensor.requires_grad and not tensor.is_leaf
-        return cls(hold(tensor, hooks, name), in_graph, weakref.ref(tensor))
+    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> None:
+        self.held = hold(tensor, hooks, name)
+        self.in_graph = tensor.requires_grad and not tensor.is_leaf
+        self.live = weakref.ref(tensor)
 
     def restored(self, tensor: Tensor) -> Tensor:
         """A fetched tensor that the recompute may write. (The forward did not write one that is no
@@ -62,38 +56,31 @@ class Pin(NamedTuple):
         return _torch.in_place_of(node, data)
 
 
-class Passed(NamedTuple):
-    """An argument that a `forward_only` function returned."""
+class Passed:
+    """An argument that a `forward_only` function returned, or a view of it: its geometry."""
 
-    number: int
+    layout: Any = None
 
+    def __init__(self, number: int, argument: Any, part: Any) -> None:
+        self.number = number
+        if part is not argument:
+            offset = part.storage_offset() - argument.storage_offset()
+            self.layout = part.shape, part.stride(), offset
+            self.in_graph = part.requires_grad
 
-class View(NamedTuple):
-    """The geometry of a returned tensor that is a view of an argument."""
-
-    number: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int  # from that of the argument
-    in_graph: bool
-
-    @classmethod
-    def among(cls, given: list[Any], part: Tensor) -> View | None:
-        in_graph = part.requires_grad
-        for number, value in enumerate(given):
-            if not isinstance(value, Tensor):
-                continue
-            if in_graph and not value.requires_grad:
-                continue
-            if _torch.lies_in(part, value):
-                offset = int(part.storage_offset() - value.storage_offset())
-                return cls(number, part.shape, part.stride(), offset, in_graph)
-        return None
-
-    def of(self, tensor: Tensor) -> Tensor:
+    def of(self, given: list[Any]) -> Any:
+        argument = given[self.number]
+        if self.layout is None:
+            return argument
+        size, stride, offset = self.layout
         with torch.enable_grad():
-            base = tensor if self.in_graph else tensor.detach()
-            return base.as_strided(self.size, self.stride, self.offset + tensor.storage_offset())
+            base = argument if self.in_graph else argument.detach()
+            return base.as_strided(size, stride, offset + base.storage_offset())
+
+
+def _is_view(part: Tensor, argument: Tensor) -> bool:
+    # A gradient comes from the argument, or from elsewhere.
+    return _torch.lies_in(part, argument) and argument.requires_grad >= part.requires_grad
 
 
 class Result:
@@ -103,17 +90,24 @@ class Result:
     after: Generators | None = None  # the generators after the call, if it drew numbers
     value = None
 
+    def __init__(self) -> None:
+        self.pins: list[Pin] = []
+
     def save(self, value: Any, args: Any, kwargs: Any, hooks: _torch.Hooks | None) -> None:
         given = _given_to(args, kwargs)
-        passed = {id(v): Passed(i) for i, v in enumerate(given) if type(v) not in ATOMS}
+        passed = {id(v): Passed(i, v, v) for i, v in enumerate(given) if type(v) not in ATOMS}
 
         def save(part: Any, _: Name) -> Any:
             if id(part) in passed:  # the recompute has its own
                 return passed[id(part)]
             if not isinstance(part, Tensor):
                 return part
-            name = "the result of a forward_only function"
-            return View.among(given, part) or Pin.of(part, hooks, name)
+            for number, value in enumerate(given):
+                if isinstance(value, Tensor) and _is_view(part, value):
+                    return Passed(number, value, part)
+            pin = Pin(part, hooks, "the result of a forward_only function")
+            self.pins.append(pin)
+            return pin
 
         self.value = passed.get(id(value)) or take_apart(value, save)
         self.has_returned = True
@@ -122,21 +116,19 @@ class Result:
 class Repeated(Region):
     """The region of a rerun: returns the kept values of the forward, in order."""
 
-    def __init__(
-        self, pins: Iterable[Pin], results: Iterable[Result], policy: Any, frame: Frame
-    ) -> None:
-        self._pins = iter(pins)
-        self._results = iter(results)
-        self.policy = policy  # regions inside must keep the same values as in the forward
-        self._frame = frame
+    def __init__(self, frame: Any) -> None:
+        self._pins, self._results = iter(frame.pins), iter(frame.results)
+        self.policy = frame.policy  # regions inside must keep the same values as in the forward
+        self._frame: Frame = frame
 
     def keep(self, tensor: Tensor) -> Tensor:
         if is_parameter(root_of(tensor)):
             return tensor
-        pin = next(self._pins, None)
+        pin: Pin | None = next(self._pins, None)
         if pin is None:  # the forward still runs, and has not come so far
             return tensor
-        value = self._fetch(pin.held)
+        with within(None):  # hooks may call functions again (rule 3)
+            value = pin.held.fetch(self._frame)
         ours, theirs = _torch.plain_parts(tensor), _torch.plain_parts(value)
         if not all(map(_torch.are_alike, ours, theirs)):
             return pin.restored(value)
@@ -161,22 +153,13 @@ class Repeated(Region):
 
         def restore(saved: Any) -> Any:
             if type(saved) is Passed:
-                return given[saved.number]
-            if type(saved) is View:
-                return saved.of(given[saved.number])
+                return saved.of(given)
             if type(saved) is Pin:
-                return saved.restored(self._fetch(saved.held))
+                return saved.restored(saved.held.fetch(self._frame))
             return saved
 
-        return put_together(result.value, restore)
-
-    def _fetch(self, held: Held) -> Tensor:
-        """Fetch with no region active, since hooks may call functions again (rule 3)."""
-        region, thread.region = thread.region, None
-        try:
-            return held.fetch(self._frame)
-        finally:
-            thread.region = region
+        with within(None):
+            return put_together(result.value, restore)
 
 
 def _given_to(args: Any, kwargs: Any) -> list[Any]:

@@ -13,7 +13,7 @@ Rejected: a search for everything that a function may read or write. It has no e
 more than the region, and exchanges objects that belong to others (FSDP's shards, caches).
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import Context
 from functools import partial
@@ -23,31 +23,32 @@ from torch import Tensor, is_grad_enabled
 
 from .. import _torch, errors
 from .._engine import (
+    CPU_RNG,
     Frame,
     Generators,
     Held,
+    Holder,
     Holding,
     Region,
-    Request,
+    Task,
     Undo,
-    has_rng,
-    hold_argument,
     is_parameter,
-    leaves_of,
     named,
     note_written,
     put_together,
+    rngs_of,
     root_of,
     take_apart,
     tensors_in,
     thread,
     undo_all,
+    without_recording,
 )
 from .ambient import Ambient
 from .buffers import Buffers
-from .inputs import Cells, Fetched, Given, Inputs, contents_of, fill
+from .inputs import Cells, Inputs, contents_of, fill
 from .pins import Pin, Repeated, Result, without_slots
-from .slots import Calling, Leaves, Slots
+from .slots import Calling, Slots
 
 PreserveRngState = bool | Literal["all"]
 
@@ -55,82 +56,68 @@ PreserveRngState = bool | Literal["all"]
 class Call(Inputs):
     """One call of a function: its inputs, and the state in which it runs."""
 
-    _buffers = None
-    _cpu_state: Tensor | None = None
-    _rng: Generators | None = None
-    _draws_python = False  # whether the generators of Python and NumPy are put back, too
-    _written: Mapping[Held, int] = {}  # inputs that the function has written, with their storages
+    _written: Mapping[Held, int | None] = {}  # inputs that the function writes; their storages
 
     def __init__(
         self, function: Any, args: Any, kwargs: Any, preserve_rng_state: PreserveRngState
     ) -> None:
-        self._hooks = hooks = _torch.enclosing_hooks()
+        super().__init__()
+        self._hooks = _torch.enclosing_hooks()
         while type(function) is partial:
             args = (*function.args, *args)
             kwargs, function = {**function.keywords, **kwargs}, function.func
         self._function = function
-        if hooks is not None:
-            self._given = {}
         met: dict[int, Any] = {}  # a container that is two arguments stays one
-        self._args = []
-        for i, value in enumerate(args):
-            name = ("args", i)
-            if type(value) is not Tensor:
-                held = take_apart(value, self.hold, name, met)
-            elif hooks is None and value.is_cpu:
-                held = hold_argument(value, None, name)  # saves one call
-            else:
-                held = self.hold(value, name)
-            self._args.append(held)
-        self._kwargs = kwargs
-        if kwargs:
-            self._kwargs = {
-                key: take_apart(value, self.hold, ("kwargs", key), met)
-                for key, value in kwargs.items()
-            }
+        self._args = [take_apart(v, self.hold, ("args", i), met) for i, v in enumerate(args)]
+        self._kwargs = {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()}
         self._variables = self.capture(function)
-        if self.modules:
-            self._buffers = Buffers(self)
+        self._buffers = Buffers(self)
         self.ambient = Ambient()
-        if preserve_rng_state:
-            self._cpu_state = _torch.get_cpu_state()
-            self._draws_python = preserve_rng_state == "all"
-            if any([self.devices, self.generators, self._draws_python]):
-                self._rng = self.random(cpu=False)
+        self._preserve_rng_state = preserve_rng_state
+        self._rng = self.random()
+
+    def random(self) -> Generators:
+        """The present states of the generators that a recompute puts back."""
+        if not self._preserve_rng_state:
+            return Generators([])
+        rngs = [CPU_RNG]
+        if any([self.devices, self.generators]):
+            rngs += rngs_of(self.devices, self.generators)
+        return Generators(rngs, self._preserve_rng_state == "all")
 
     def end(self) -> None:
-        """The function has run."""
-        if self._buffers is not None:
-            self._buffers.end()
-        if self._given is not None:
-            self._note_writes(self._given.values())
-            self._given = None
-
-    def _note_writes(self, given: Collection[Given]) -> None:
-        """Note the inputs in storages that the function has written: its recompute gets copies."""
-        changed = [held for tensor, version, held in given if _torch.version(tensor) != version]
-        if not changed:
-            return
-        storages = {
-            held: _torch.storage_id(tensor)
-            for tensor, _, held in given
-            if _torch.has_storage(tensor)
-        }
-        written = {storages[held] for held in changed if held in storages}
-        self._written = {held: storage for held, storage in storages.items() if storage in written}
-        note_written(self._hooks, written)
-
-    def random(self, cpu: bool) -> Generators:
-        """The present states of the generators that a recompute puts back."""
-        return Generators(cpu, filter(has_rng, self.devices), self.generators, self._draws_python)
+        """The function has run. Note the inputs in storages that it has written: its recompute gets
+        copies."""
+        self._buffers.end()
+        given = self._given.values()
+        changed = [tensor for tensor, version, _ in given if _torch.version(tensor) != version]
+        if changed:
+            written = {*map(_torch.storage_of, changed)} - {None}
+            found = {held: _torch.storage_of(tensor) for tensor, _, held in given}
+            self._written = {held: there for held, there in found.items() if there in written}
+            note_written(self._hooks, written)
+        self._given = {}
 
     def restored(self, frame: object) -> tuple[Any, list[Any], dict[str, Any], Cells]:
         """The function, its arguments, and the variables that it closes over."""
-        fetch: Any = partial(_fetch, frame)
-        if self._is_shared or self._written:
-            fetch = Fetched(frame, self._written)
-        for default in self.defaults:
-            default.fetch(frame)
+        copies = _torch.Copies()  # of what it writes, since others may read the fetched tensor
+        storages: dict[int | None, int] = {}  # by the storage in the forward
+        fetched: dict[Held, Tensor] = {}
+        for held, required_grad in self.inputs.items():
+            tensor = held.fetch(frame)
+            if tensor.requires_grad is not required_grad:  # autograd saves a leaf by reference
+                raise errors.changed(frame, f"`requires_grad` of {named(held.name, tensor)}")
+            if held in self._written:
+                storage = _torch.storage_id(tensor)
+                if storages.setdefault(self._written[held], storage) != storage:
+                    # Hooks have made two storages of one.
+                    raise errors.changed(frame, named(held.name, tensor))
+                tensor = _torch.in_place_of(tensor, without_recording(copies.of, tensor))
+            fetched[held] = tensor
+
+        def fetch(saved: Any) -> Any:
+            return fetched[saved] if isinstance(saved, Held) else saved
+
         met: dict[int, Any] = {}
         args = [put_together(saved, fetch, met) for saved in self._args]
         kwargs = {key: put_together(saved, fetch, met) for key, saved in self._kwargs.items()}
@@ -145,26 +132,17 @@ class Call(Inputs):
             fill(cells)  # in place: other functions may share them
         undo.append((_torch.set_grad_enabled, is_grad_enabled()))
         _torch.set_grad_enabled(True)
-        if self._buffers is not None:
-            self._buffers.enter(frame, undo)
+        self._buffers.enter(frame, undo)
         context = self.ambient.enter(undo)
-        if self._cpu_state is not None:
-            undo.append((_torch.set_cpu_state, _torch.get_cpu_state()))
-            _torch.set_cpu_state(self._cpu_state)
-        if self._rng is not None:
-            self._rng.enter(undo)
+        self._rng.enter(undo)
         return context
-
-
-def _fetch(frame: object, saved: Any) -> Any:
-    return saved.fetch(frame) if isinstance(saved, Held) else saved
 
 
 class Rerun(Region, Call, Slots):
     """A region whose function is called again."""
 
-    _pins: tuple[Pin, ...] = ()
-    _results: tuple[Result, ...] = ()
+    pins: tuple[Pin, ...] = ()
+    results: tuple[Result, ...] = ()
 
     def __init__(
         self, function: Any, args: Any, kwargs: Any, preserve_rng_state: Any, *about: Any
@@ -180,7 +158,7 @@ class Rerun(Region, Call, Slots):
         if isinstance(self.outer, Rerun | Repeated):
             # Its rerun enters this region again, which must then meet the same value.
             tensor = self.outer.keep(tensor)
-        self._pins += (Pin.of(tensor, self._hooks, "a value given to keep()"),)
+        self.pins += (Pin(tensor, self._hooks, "a value given to keep()"),)
         return tensor
 
     def keep_for_inner(self, tensor: Tensor) -> None:
@@ -188,50 +166,39 @@ class Rerun(Region, Call, Slots):
 
     def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         result = Result()
-        self._results += (result,)  # now, since the function may call others
-        before = None if self._cpu_state is None else self.random(cpu=True)
+        self.results += (result,)  # now, since the function may call others
+        before = self.random()
         value = without_slots(function, args, kwargs, self.outer)
-        if before is not None and before.have_moved():
-            result.after = self.random(cpu=True)
+        if before.have_moved():
+            result.after = self.random()
         result.save(value, args, kwargs, self._hooks)
         return value
 
-    def recompute(self, request: Request) -> None:
-        assert isinstance(request, Calling)
+    def recompute(self, holder: Holder, task: Task) -> None:
         function, args, kwargs, cells = self.restored(self)
         if self.context is not None:
             function = partial(call_within, self.context, function)
+        calling = Calling(self, holder, task)
         undo: Undo = []
-        rewound = set()
-        changed = None
         try:
-            if self._buffers is not None:
-                if written := self._buffers.written(self):
-                    inputs = tensors_in([args, kwargs, [value for _, value in cells]])
-                    changed = Leaves(written, inputs)
-                rewound = self._buffers.storages()
+            if written := self._buffers.written(self):
+                calling.refuse(written, tensors_in([args, kwargs, [value for _, value in cells]]))
             context = self.go_back(self, cells, undo)
-            if any([self._pins, self._results, self.policy, not self.complete]):
-                thread.region = Repeated(self._pins, self._results, self.policy, self)
-            request.call(partial(context.run, function, *args, **kwargs), rewound, changed)
+            calling.rewound = self._buffers.rewound
+            if any([self.pins, self.results, self.policy, not self.complete]):
+                thread.region = Repeated(self)
+            calling.call(partial(context.run, function, *args, **kwargs))
         finally:
             undo_all(undo)
 
     def holdings(self) -> Iterable[Holding]:
-        variables = [saved for _, saved in self._variables]
-        inputs = leaves_of(*self._args, *self._kwargs.values(), *variables)
-        pins = leaves_of(*self._pins, *[result.value for result in self._results])
-        found = [("input", part) for part in inputs]
-        found += [("kept", pin.held) for pin in pins if type(pin) is Pin]
-        for kind, held in found:
-            if isinstance(held, Held) and not held.is_parameter:
-                yield Holding(kind, held, named(held.name))
-        if self._cpu_state is not None:
-            yield Holding("random state", self._cpu_state)
-        if self._rng is not None:
-            yield from [Holding("random state", state) for state in self._rng.states]
-        if self._buffers is not None:
-            yield from [Holding("buffers", copy) for copy in self._buffers.then.values]
+        pins = [*self.pins, *[pin for result in self.results for pin in result.pins]]
+        for kind, found in (("input", self.inputs), ("kept", [pin.held for pin in pins])):
+            for held in found:
+                if not held.is_parameter:
+                    yield Holding(kind, held, named(held.name))
+        yield from [Holding("random state", state) for state in self._rng.states]
+        yield from [Holding("buffers", copy) for copy in self._buffers.then.values]
 
 
 def call_within(

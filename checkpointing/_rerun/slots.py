@@ -8,8 +8,8 @@ A region inside takes its inputs as slots of the one around, and says so, on bot
     announce(role, t) the next slot is the     announce   the next slot must be the same input
                       input `role` of a
                       region inside
-    note_written(s)   such a region has        --         inputs in these storages are delivered
-                      written its inputs                  as copies
+    written           storages of inputs that  --         inputs in these storages are delivered
+                      such a region wrote                 as copies
     --                                         replace    such a region is about to write a
                                                           delivered tensor: a copy replaces it
     modules           their buffers change     rewound    tensors on them are delivered as copies
@@ -30,8 +30,8 @@ from .. import _torch, errors
 from .._engine import (
     Frame,
     Holder,
-    Request,
     Stop,
+    Task,
     check_version,
     identity,
     is_parameter,
@@ -43,36 +43,37 @@ from .._engine import (
 from .._torch import node_count, pop_hooks, push_hooks
 
 
-class Calling(Request):
+class Calling:
     """The recompute: each saved tensor is compared with its slot, and delivered."""
 
-    frame: Slots
-    _count = 0  # the slots of the forward
+    written: frozenset[int] = frozenset()  # the forward has noted them
+    rewound: Set[int]  # storages that have older values until the call ends
     _passed = 0  # slots so far
     _stop_at = sys.maxsize  # the slot at which to stop
     _filling = -1  # the last node whose saved memory the operator may still fill, as RReLU
     _stopped = False
-    _is_watched = False
-    _copies = None
     _role = None  # of the tensor that is packed next: None if an operator saves it
 
-    def call(self, function: Callable[[], Any], rewound: Set[int], changed: Leaves | None) -> None:
-        """Call the function until the last slot that is wanted (rule 5). The function may catch
-        `Stop` and raise something else instead.
-
-        Tensors on the storages `rewound` have older values until the call ends. The function must
-        not read the parameters `changed`."""
-        frame, holders = self.frame, self.frame.holders
-        self._rewound, self._changed = rewound, changed
+    def __init__(self, frame: Slots, holder: Holder, task: Task) -> None:
+        self.frame, self.holder, self.task = frame, holder, task
+        self._count = len(frame.holders)  # the slots of the forward
         self._versions: dict[int, int] = {}  # by slot: of the tensors that are delivered
-        self._count = len(holders)
-        self._is_watched = any([rewound, frame.inner_inputs, changed])
+        self._copies = _torch.Copies()
+        self._refused: dict[int, Tensor] = {}  # parameters by id
+        self._met: set[Any] = {None}  # nodes that depend on none of them
+
+    def refuse(self, parameters: list[Tensor], inputs: list[Tensor]) -> None:
+        """The function must not read these parameters, but for what `inputs` depend on."""
+        self._refused = {id(parameter): parameter for parameter in parameters}
+        self._met |= {tensor.grad_fn for tensor in inputs}
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Call the function until the last slot that is wanted (rule 5). The function may catch
+        `Stop` and raise something else instead."""
+        frame = self.frame
+        self._is_watched = any([frame.inner_inputs, self.rewound, self._refused])
         if frame.early_stop:
-            for ref in reversed(holders):
-                last = ref()
-                if last is not None and last.slot not in self.ready:
-                    self._stop_at = last.slot
-                    break
+            self._stop_at = next(frame.wanted(self.task, -1)).slot
         push_hooks(self.pack, identity)
         try:
             function()
@@ -83,8 +84,8 @@ class Calling(Request):
                 raise
         finally:
             pop_hooks()
-            self._changed = None  # it knows nodes, whose hooks know this object
-        if not self.mismatches:
+            self._met.clear()  # nodes, whose hooks know this object
+        if not self.task.mismatches:
             self._check_outcome()
 
     def pack(self, given: Tensor) -> Tensor:
@@ -119,33 +120,34 @@ class Calling(Request):
     def announce(self, role: object, tensor: Tensor) -> None:
         self._role, self._is_watched = role, True
 
-    def note_written(self, storages: Set[int]) -> None:
-        """The forward has noted them."""
-
     def replace(self, delivered: Tensor, copy: Tensor) -> None:
         """A region inside is about to write a delivered tensor: deliver a copy instead."""
-        for slot, tensor in self.ready.items():
+        for slot, tensor in self.task.items():
             if tensor is delivered:
-                self.ready[slot] = copy
+                self.task[slot] = copy
                 self._versions[slot] = copy._version
 
     def _watch(self, slot: int, given: Tensor, tensor: Tensor) -> Tensor:
         """Compare roles, and copy a tensor that will change before it is read."""
         frame = self.frame
-        changed = None if self._changed is None else self._changed.below(given.grad_fn)
-        if changed is not None:
-            raise errors.changed(frame, self._described((0, 0, True, _ref(changed)))[0])
+        if self._refused:
+            self._look_below(given.grad_fn)
         role, self._role = self._role, None
         then, storage = frame.inner_inputs.get(slot, (None, None))
         if slot < self._count and role != then:
             raise errors.other_role(frame, slot, user_line(), then, role)
-        if _torch.is_on(tensor, self._rewound):
+        if _torch.is_on(tensor, self.rewound):
             return without_recording(_torch.copy, tensor)
-        if storage not in frame.written:
-            return tensor
-        if self._copies is None:
-            self._copies = _torch.Copies()
-        return without_recording(self._copies.copy, tensor)
+        if storage in frame.written:
+            return without_recording(self._copies.of, tensor)
+        return tensor
+
+    def _look_below(self, node: Any) -> None:
+        """Raise if a node of the autograd graph depends on a parameter that is refused."""
+        for found in _torch.nodes_from([node], self._met):
+            parameter = self._refused.get(id(getattr(found, "variable", None)))
+            if parameter is not None:
+                raise errors.changed(self.frame, self.frame.described(parameter))
 
     def _take(self, holder: Holder, given: Tensor, tensor: Tensor) -> None:
         """Compare a saved tensor with that of the forward, and deliver it where it is wanted."""
@@ -159,12 +161,13 @@ class Calling(Request):
             found = parameter_in(given)
         if found != saved:
             self._compare_parameters(holder, found)
-        if whole is not None or slot in self.ready:
+        if whole is not None or slot in self.task:
             return
         check = self.frame.check
         if check is not None and (now := check(tensor)) != holder.metadata:
-            self.note_mismatch(holder, now, given, f"; saved in the recompute at {user_line()}")
-        self.ready[slot] = tensor
+            more = f"; saved in the recompute at {user_line()}"
+            self.frame.note_mismatch(holder, now, given, self.task, more)
+        self.task[slot] = tensor
         self._versions[slot] = tensor._version
 
     def _compare_parameters(self, holder: Holder, found: Shown | None) -> None:
@@ -187,20 +190,19 @@ class Calling(Request):
         parameter = shown[3]()
         if parameter is None:
             return "a parameter that is gone", False
-        name = self.frame.name_of(parameter)
-        text = named(f"the parameter {name}" if name else "a parameter", parameter)
-        return text, parameter.requires_grad and name is not None
+        is_known = self.frame.name_of(parameter) is not None
+        return self.frame.described(parameter), parameter.requires_grad and is_known
 
     def _check_outcome(self) -> None:
         """Raise if a tensor has been written since, or if the call has ended before the last slot
         that is wanted."""
         for slot, version in self._versions.items():
-            tensor = self.ready[slot]
+            tensor = self.task[slot]
             if tensor is None or tensor._version == version:
                 continue
             if slot == self.holder.slot:
                 raise errors.overwritten(self.frame, slot in self.frame.inner_inputs)
-            del self.ready[slot]  # an error only if backward asks for it, as in plain code
+            del self.task[slot]  # an error only if backward asks for it, as in plain code
         if self._stopped:
             return
         frame, last = self.frame, self.holder.slot
@@ -215,8 +217,6 @@ class Slots(Frame):
 
     modules: tuple[nn.Module, ...]  # that were found before
     hint = errors.CALLED_AGAIN
-    kind_of_request = Calling
-    written: frozenset[int] = frozenset()  # storages that regions inside write after reading
     # By slot: the roles of tensors that regions inside take as inputs, and their storages.
     inner_inputs: dict[int, tuple[object, int | None]]
 
@@ -242,9 +242,6 @@ class Slots(Frame):
     def announce(self, role: object, tensor: Tensor) -> None:
         self.inner_inputs[len(self.holders)] = role, _torch.storage_of(tensor)
 
-    def note_written(self, storages: Set[int]) -> None:
-        self.written |= storages
-
     def at_hand(self, holder: Holder) -> Tensor | None:
         """A parameter: it is referenced (rule 2)."""
         parameter = whole_parameter(holder.saved)
@@ -260,22 +257,9 @@ class Slots(Frame):
                     return f"{type(module).__name__}.{name}"
         return None
 
-
-class Leaves:
-    """Finds leaves of the autograd graph that nodes depend on."""
-
-    def __init__(self, leaves: list[Tensor], ends: list[Tensor]) -> None:
-        """Look for these leaves, down to where `ends` were made."""
-        self._wanted = {id(leaf): leaf for leaf in leaves}
-        self._met = {None, *[tensor.grad_fn for tensor in ends]}
-
-    def below(self, node: Any) -> Tensor | None:
-        """One of the leaves that this node depends on, but for those nodes that have been asked."""
-        for found in _torch.nodes_from([node], self._met):
-            leaf = self._wanted.get(id(getattr(found, "variable", None)))
-            if leaf is not None:
-                return leaf
-        return None
+    def described(self, parameter: Tensor) -> str:
+        name = self.name_of(parameter)
+        return named(f"the parameter {name}" if name else "a parameter", parameter)
 
 
 def whole_parameter(shown: Shown) -> Tensor | None:

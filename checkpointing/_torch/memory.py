@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .names import (
     FakeTensor,
     below_versions,
-    detach_with_version,
+    counting_versions,
     has_storage,
     mode_count,
     plain_parts,
@@ -43,9 +43,7 @@ def memory_size(tensor: Tensor) -> int:
 
 def is_on(tensor: Tensor, storages: Set[int | None]) -> bool:
     """Whether a tensor, or one of its parts, uses one of these storages."""
-    if type(tensor) is Tensor:
-        return has_storage(tensor) and storage_id(tensor) in storages
-    return any(is_on(part, storages) for part in plain_parts(tensor) if part is not tensor)
+    return any(storage_of(part) in storages for part in plain_parts(tensor))
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -54,10 +52,11 @@ def alias(tensor: Tensor) -> Tensor:
     if tensor.is_inference() and has_storage(tensor):
         with torch.inference_mode(False), unseen_by_modes():
             return copy(tensor)
-    if type(tensor) in _PLAIN and mode_count():
-        with unseen_by_modes():
-            return detach_with_version(tensor)
-    return detach_with_version(tensor)
+    with counting_versions():
+        if type(tensor) in _PLAIN and mode_count():
+            with unseen_by_modes():
+                return tensor.detach()
+        return tensor.detach()
 
 
 # ---- layouts
@@ -83,11 +82,8 @@ def _layout(tensor: Tensor) -> Layout:
 def lay_as(base: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
     """A tensor of this type on the storage of `base`, detached, with this geometry."""
     size, stride, is_conj, is_neg, offset = layout
-    if base.dtype is dtype:
-        new = base.as_strided(size, stride, offset)
-    else:
-        new = torch.empty(0, dtype=dtype, device=base.device)
-        new.set_(base.untyped_storage(), offset, size, stride)
+    new = torch.empty(0, dtype=dtype, device=base.device)
+    new.set_(base.untyped_storage(), offset, size, stride)
     if is_conj:
         new = torch._conj(new)
     return torch._neg_view(new) if is_neg else new
@@ -139,33 +135,28 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-class Copies:
-    """Copies of tensors with their whole storages: those that share memory do so as copies, too."""
-
-    def __init__(self) -> None:
-        # By storage and version. The storage lives as long, since the tensor is held, too.
-        self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-
-    def clear(self) -> None:
-        self._made.clear()
+class Copies(dict[tuple[int, int], tuple[Tensor, Tensor]]):
+    """Copies of tensors with their whole storages, by storage and version: those that share memory
+    do so as copies, too. A storage lives as long, since the tensor is held, too."""
 
     def forget(self, storages: Set[int | None]) -> None:
         """Those on these storages have been made of what is not there any more."""
-        self._made = {key: made for key, made in self._made.items() if key[0] not in storages}
+        for key in [key for key in self if key[0] in storages]:
+            del self[key]
 
-    def copy(self, tensor: Tensor) -> Tensor:
+    def of(self, tensor: Tensor) -> Tensor:
         if not has_storage(tensor):
             return copy(tensor)
         key = storage_id(tensor), version(tensor)
-        if key not in self._made:
-            self._made[key] = tensor, copy(bytes_of(tensor))
-        new = lay_as(self._made[key][1], tensor.dtype, _layout(tensor))
+        if key not in self:
+            self[key] = tensor, copy(bytes_of(tensor))
+        new = lay_as(self[key][1], tensor.dtype, _layout(tensor))
         return new.detach()  # a view can't be written with a graph
 
 
 def clone_storage(tensor: Tensor) -> Tensor:
     """A copy of a tensor with its whole storage."""
-    return Copies().copy(tensor)
+    return Copies().of(tensor)
 
 
 def write(tensor: Tensor, values: Tensor) -> None:
@@ -177,16 +168,14 @@ def write(tensor: Tensor, values: Tensor) -> None:
 def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
     """Give tensors these values, and their sizes, without counting up versions."""
     with below_versions():
-        try:
-            if all(map(Tensor.is_same_size, tensors, values)):
-                torch._foreach_copy_(tensors, values)
-                return
-        except NotImplementedError:  # not all subclasses have these
-            pass
         for tensor, value in zip(tensors, values, strict=True):
             if tensor.shape != value.shape:
                 tensor.resize_(value.shape)
-            tensor.copy_(value)
+        try:
+            torch._foreach_copy_(tensors, values)
+        except NotImplementedError:  # not all subclasses have these
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
 
 
 # ---- comparisons
@@ -205,20 +194,22 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 @functools.lru_cache(1024)  # a window asks for the same layouts in each run
 def _may_overlap(one: Layout, other: Layout) -> bool:
-    rows = [sys.maxsize]  # all memory is one row
+    rows = {sys.maxsize}  # all memory is one row
     if one[1] == other[1]:
-        rows.append(max([1, *one[1]]))
-    return not any(_are_other_columns(one, other, row) for row in rows)
+        rows.add(max([1, *one[1]]))
+    for row in rows:
+        (_, end), (start, last) = sorted([_columns(one, row), _columns(other, row)])
+        if end <= start and last <= row:
+            return False
+    return True
 
 
-def _are_other_columns(one: Layout, other: Layout, row: int) -> bool:
-    spans = []
-    for size, stride, *_, offset in (one, other):
-        columns = [n if step < row else 1 for n, step in zip(size, stride, strict=True)]
-        start = offset % row
-        spans.append((start, start + _length(columns, stride)))
-    (_, end), (start, last) = sorted(spans)
-    return end <= start and last <= row
+def _columns(layout: Layout, row: int) -> tuple[int, int]:
+    """The first of the columns that a tensor uses of a matrix, and the one after the last."""
+    size, stride, *_, offset = layout
+    columns = [n if step < row else 1 for n, step in zip(size, stride, strict=True)]
+    start = offset % row
+    return start, start + _length(columns, stride)
 
 
 def lies_in(tensor: Tensor, other: Tensor) -> bool:

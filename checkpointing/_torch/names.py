@@ -120,9 +120,8 @@ is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 # The Python function that all backward calls go through. The autograd engine calls hooks right
 # below it, or in a thread of its own, without any Python frame.
 run_backward_code = torch.autograd.graph._engine_run_backward.__code__
-# Whether a profiler runs in this thread, and a range in its output.
+# A range in the output of a profiler, if one runs in this thread.
 # `torch.profiler.record_function` would be an operator, which modes see.
-profiles = _autograd._profiler_enabled
 profiled_range = _C._profiler._RecordFunctionFast
 
 current_node = _C._current_autograd_node
@@ -169,8 +168,15 @@ def is_cast_of_parameter(tensor: Tensor) -> bool:
 # Batched backward: `torch.autograd.grad(..., is_grads_batched=True)` runs unpack hooks inside of
 # torch's older vmap, which refuses random operators. Recomputed tensors do not depend on it.
 _vmap_key = _C._parse_dispatch_key("VmapMode")
-in_batched_backward = partial(_C._dispatch_tls_is_dispatch_key_included, _vmap_key)
-outside_of_batch = partial(_C._ExcludeDispatchKeyGuard, _C.DispatchKeySet(_vmap_key))
+_no_batch = contextlib.nullcontext()
+
+
+def outside_of_batch() -> Any:
+    """A context that leaves batched backward, if it runs. (To enter it for nothing takes long.)"""
+    if not _C._dispatch_tls_is_dispatch_key_included(_vmap_key):
+        return _no_batch
+    return _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_vmap_key))
+
 
 # ---- modes and transforms
 
@@ -277,23 +283,16 @@ set_grad_enabled = _C._set_grad_enabled
 below_versions = _C._AutoDispatchBelowADInplaceOrView
 
 
-class below_autograd:
-    """Recorded operators ran below autograd, autocast and function modes. So do they here.
-
-    Inside, operators may set grad mode; it is put back at the end.
-    """
-
-    def __enter__(self) -> None:
-        self._grad_mode = torch.is_grad_enabled()
+def below_autograd(function: Callable[[], Any]) -> None:
+    """Recorded operators ran below autograd, autocast and function modes. So do they in this
+    function. They may set grad mode; it is put back at the end."""
+    grad_mode = torch.is_grad_enabled()
+    try:
         set_grad_enabled(False)
-        self._guards = below_versions(), _C.DisableTorchFunction(), _C._DisableAutocast()
-        for guard in self._guards:
-            guard.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for guard in reversed(self._guards):
-            guard.__exit__(*error)
-        set_grad_enabled(self._grad_mode)
+        with below_versions(), _C.DisableTorchFunction(), _C._DisableAutocast():
+            function()
+    finally:
+        set_grad_enabled(grad_mode)
 
 
 is_zeros = Tensor._is_zerotensor
@@ -339,20 +338,9 @@ def version(tensor: Tensor) -> int:
 # Give tensors these versions, from which they count on.
 set_versions = _autograd._unsafe_set_version_counter
 
-_views_key = _C.DispatchKey.ADInplaceOrView
-_is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
-_exclude = _C._dispatch_tls_set_dispatch_key_excluded
-
-
-def detach_with_version(tensor: Tensor) -> Tensor:
-    """A detached alias that shares the version counter, also when called below autograd: inside
-    `__torch_dispatch__`, the key that shares version counters between views is excluded."""
-    is_excluded = _is_excluded(_views_key)
-    _exclude(_views_key, False)  # the guard for this costs more than the call
-    try:
-        return tensor.detach()
-    finally:
-        _exclude(_views_key, is_excluded)
+# Operators inside count versions of views, also inside `__torch_dispatch__`, where the key that
+# does so is excluded.
+counting_versions = partial(_C._SetExcludeDispatchKeyGuard, _C.DispatchKey.ADInplaceOrView, False)
 
 
 def shape_of(tensor: Tensor) -> Any:
