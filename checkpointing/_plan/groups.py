@@ -56,7 +56,8 @@ class Group:
     def needs(self, slots: Iterable[int]) -> Needs:
         """What a run has to hold for some of its slots."""
         slots = tuple(slots)
-        return _found(self._needs, slots, lambda: self._find_needs(slots))
+        known = self._needs.get(slots)
+        return known or _found(self._needs, slots, lambda: self._find_needs(slots))
 
     def _find_needs(self, slots: tuple[int, ...]) -> Needs:
         if not self.parts:
@@ -201,10 +202,10 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
     order = sorted(hosts)
     for slots, inputs, are_views in small:
         before = bisect_right(order, min(slots)) - 1
-        near = order[max(0, before)] if order else min(slots)
-        host, held = hosts.get(near, (rest, frozenset()))
-        is_apart = path.saved_after[near] != path.saved_after[min(slots)]
-        if are_views and is_apart and not inputs:
+        around, saver = order[max(0, before) : before + 2], path.saved_after[min(slots)]
+        beside = [slot for slot in around if path.saved_after[slot] == saver]
+        host, held = hosts[(beside or around)[0]] if around else (rest, frozenset())
+        if are_views and not (beside or inputs):
             rest += slots
         elif not inputs or (inputs <= held if before >= 0 else inputs == held):
             host += slots
