@@ -101,6 +101,28 @@ def test_the_first_step_holds_what_the_caller_has():
     assert first <= 1.2 * later
 
 
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_what_the_caller_has_is_in_the_prediction(is_saved):
+    """Logits beside the loss, whether or not autograd has them, too."""
+    weights = [torch.eye(64).requires_grad_() for _ in range(12)]
+    table, x, seen = torch.ones(64, 512).requires_grad_(), torch.ones(256, 64), []
+    for weight in (*weights, table):
+        weight.grad = torch.zeros_like(weight)
+
+    def forward():
+        y = x
+        for weight in weights:
+            y = (y @ weight).tanh().exp().sigmoid()
+        seen.append(y @ table)
+        return (seen[-1].log() if is_saved else seen[-1] + 1).softmax(-1).sum()
+
+    run = scoped(forward)
+    for _ in range(3):
+        seen.clear()
+        need = memory_of(run).peak
+    assert abs(run.scope.stats.peak_predicted / need - 1) <= 0.05
+
+
 def test_the_caller_may_write_what_autograd_has_not_saved():
     """As in plain code: results that a block returns are kept only where autograd has them."""
     weights = [(torch.eye(16) * 2).requires_grad_() for _ in range(6)]

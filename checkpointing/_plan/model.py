@@ -33,6 +33,7 @@ class Memory:
 
     has_gradient = False
     is_cheap = False
+    is_theirs = False  # whether somebody else holds it when the block has ended
     is_blank = False  # whether its maker reads nothing
     effort = math.inf  # bytes written to make it from inputs, if that is cheap
 
@@ -93,10 +94,11 @@ class Model:
             is_blank = memory.is_blank and not memory.writers
             if is_blank or not (memory.nbytes and memory.values):
                 memory.final = self.never
-            if memory.number in elsewhere and not memory.is_cheap:
-                # What autograd has not saved may still be written: it is the caller's.
-                memory.cost = 0 if memory.number in saved else memory.cost
-                memory.final = memory.final if memory.number in saved else self.never
+            memory.is_theirs = memory.number in elsewhere and not memory.is_cheap
+            if memory.is_theirs and memory.number in saved:
+                memory.cost = 0
+            elif memory.is_theirs:  # it may be written after the block
+                memory.final = self.never
         # By step: memories of which it reads what a later step writes over.
         self.early = {
             step.index: {path.memory_of[cell] for cell, _ in unfinished.intersection(step.reads)}
@@ -230,7 +232,7 @@ class Model:
     def _besides(self) -> list[Span]:
         """By position to which backward has come: bytes that are there whatever the block keeps:
         gradients that did not exist before, and what somebody else holds."""
-        there = [(0, self.count, m.nbytes) for m in self.memories.values() if not m.cost]
+        there = [(0, self.count, m.nbytes) for m in self.memories.values() if m.is_theirs]
         there += [(0, self._uses[n][-1], self._gradients[n]) for n in self._missing]
         return there
 
