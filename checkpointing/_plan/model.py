@@ -185,7 +185,7 @@ class Model:
         effort = written + sum([memory.effort for memory in reads])
         if step.draws:  # the random numbers would have to be drawn in each window
             effort = math.inf
-        is_cheap = max(flops / _PER_BYTE, effort / MOST_WRITTEN) <= written
+        is_cheap = not flops and effort <= MOST_WRITTEN * written
         depends = reads_leaf or any(memory.has_gradient for memory in reads)
         for memory in made:
             memory.is_cheap, memory.effort = is_cheap, effort if is_cheap else math.inf

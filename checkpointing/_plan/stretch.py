@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate
 
 from .model import Model
 from .repeats import repeats
@@ -63,18 +64,30 @@ class Stretch:
         return self.model.sums([*spans, (0, self.model.count, self.model.backward[self.last - 1])])
 
     def _candidates(self) -> list[int]:
-        """Positions that little crosses, and the ends."""
+        """Positions that little crosses, or much less after the next step, and the ends."""
         crossing, first, last = self.crossing, self.first, self.last
-        minima = [
+        found = [
             p
             for p in range(first + 1, last)
-            if crossing[p] <= min(crossing[p - 1], crossing[p + 1]) and self.model.made[p - 1]
+            if self.model.made[p - 1] and _is_low(*crossing[p - 1 : p + 2])
         ]
-        size = (last - first) / _MOST_CANDIDATES if len(minima) > _MOST_CANDIDATES else 1.0
+        if len(found) > _MOST_CANDIDATES:
+            found = self._lowest(found)
+        return [first, *found, last]
+
+    def _lowest(self, positions: Sequence[int]) -> list[int]:
+        """Those that least crosses, one in each part of the steps, and of the bytes that are
+        saved: a stem may save most of them in few steps."""
+        saved = [0] * self.last
+        for number, at in self.saved.items():
+            saved[min(at, self.last - 1)] += self.memories[number].cost
+        there = [*accumulate(saved)]
+        steps, nbytes = self.last - self.first, max(1, there[-1])
         best: dict[int, int] = {}  # by part
-        for p in sorted(minima, key=crossing.__getitem__):
-            best.setdefault(int((p - first) / size), p)
-        return [first, *sorted(best.values()), last]
+        for p in sorted(positions, key=self.crossing.__getitem__):
+            far = (p - self.first) / steps + there[p] / nbytes
+            best.setdefault(int(far / 2 * _MOST_CANDIDATES), p)
+        return sorted(best.values())
 
     @cached_property
     def blocks(self) -> list[range]:
@@ -98,5 +111,11 @@ class Stretch:
         return sum([self.memories[number].cost for number in kept])
 
 
+def _is_low(before: int, here: int, after: int) -> bool:
+    """Whether this is no more than before, and no more than after it or much more than that."""
+    return here <= before and (here <= after or here >= _MUCH * after)
+
+
 _SOON = 8  # steps
-_MOST_CANDIDATES = 64
+_MUCH = 1.5
+_MOST_CANDIDATES = 96
