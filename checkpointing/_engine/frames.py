@@ -224,9 +224,9 @@ class Frame:
         if task.mismatches:
             raise errors.different_metadata(self, reader(), task.mismatches)
 
-    def wanted(self, task: Task, step: int = 1) -> Iterator[Holder]:
-        """The holders that a graph task may still open, by slot; with -1, the last one first."""
-        for weak in self.holders[::step]:
+    def wanted(self, task: Task, order: Callable[..., Iterator[Any]] = iter) -> Iterator[Holder]:
+        """The holders that a graph task may still open, by slot; `reversed`: the last one first."""
+        for weak in order(self.holders):
             holder = weak()
             if holder is not None and holder.slot not in task:
                 yield holder

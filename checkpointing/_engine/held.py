@@ -45,15 +45,12 @@ class Aliased(Held):
 
     is_packed = False
 
-    def __init__(
-        self, packed: Tensor, name: Name, is_parameter: bool = False, version: int | None = None
-    ) -> None:
+    def __init__(self, packed: Tensor, name: Name, is_parameter: bool = False) -> None:
         self.packed, self.name, self.is_parameter = packed, name, is_parameter
-        self._version = _torch.version(packed) if version is None else version
+        self._version = _torch.version(packed)
 
     def fetch(self, frame: object) -> Tensor:
-        if self.is_stale:
-            check_version(frame, self.name, self.packed, self._version)
+        check_version(frame, self.name, self.packed, self._version)
         return self.packed  # type: ignore[no-any-return]
 
     @property
@@ -182,8 +179,6 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def hold_argument(tensor: Tensor, hooks: Hooks | None, name: Name) -> Held:
     """Hold a tensor with its graph, for a rerun, as an operator would save it."""
-    if hooks is None and type(tensor) is Tensor and tensor.requires_grad and tensor._base is None:
-        return AsOperand(save_input(tensor, False), name)  # the usual case, found quickly
     if _is_referenced(tensor, hooks):
         return Aliased(tensor, name, True)
     if tensor.is_inference():

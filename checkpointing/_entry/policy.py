@@ -284,8 +284,9 @@ def save_tagged(*names: str) -> Policy:
 def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> Policy:
     """A policy: plan the checkpoints of a block, for little memory, within a budget, or for a peak.
 
-    The first run of a block is recorded and keeps nothing. From the record, a plan is computed,
-    once, by simulating the memory of forward and backward. Later runs keep the values of the plan.
+    The first run of a block is recorded. At its end, a plan is computed, once, by simulating the
+    memory of forward and backward. That run keeps the values of the plan that still exist, such as
+    hidden states that a model returns; later runs keep all of them.
     A run that takes another path gets a plan of its own. The same program has the same plan in each
     step and on each rank. Modules, loops, functions and inner regions need no annotation.
 

@@ -35,6 +35,7 @@ class Group:
         self.parts: list[Group] = []
         self._windows: dict[Any, Window] = {}
         self._needs: dict[Any, Needs] = {}
+        self._started: dict[Any, Group] = {}
 
     def window(self, slots: tuple[int, ...]) -> Window:
         """The window for some of its slots, found when it is opened for the first time."""
@@ -48,16 +49,19 @@ class Group:
         return path
 
     def started_from(self, values: Set[Value]) -> Group:
-        """The same group for a run that holds these values."""
-        group = Group(self.path.placed(values, ()), self.slots)
-        group.parts = self.parts
-        return group
+        """These slots, where a run holds some of the values that the parts start from."""
+
+        def make() -> Group:
+            group = Group(self.path.placed(values, ()), self.slots)
+            group.parts = self.parts
+            return group
+
+        return _found(self._started, frozenset(values), make)
 
     def needs(self, slots: Iterable[int]) -> Needs:
         """What a run has to hold for some of its slots."""
         slots = tuple(slots)
-        known = self._needs.get(slots)
-        return known or _found(self._needs, slots, lambda: self._find_needs(slots))
+        return _found(self._needs, slots, lambda: self._find_needs(slots))
 
     def _find_needs(self, slots: tuple[int, ...]) -> Needs:
         if not self.parts:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from itertools import accumulate
 
 from .. import _torch
@@ -34,7 +34,7 @@ class Memory:
     has_gradient = False
     is_cheap = False
     is_theirs = False  # whether somebody else holds it when the block has ended
-    is_blank = False  # whether its maker reads nothing
+    is_blank = False  # whether its maker reads nothing, and nobody writes to it
     effort = math.inf  # bytes written to make it from inputs, if that is cheap
 
     def __init__(self, number: int, maker: int, nbytes: int, never: int) -> None:
@@ -82,29 +82,8 @@ class Model:
         for number in self._sent.keys() & self.memories.keys():
             memory = self.memories[number]
             memory.dies = max(memory.last_use, self._sent[number])
-        elsewhere = {path.memory_of[cell] for cell in run.alive()} - {
-            path.memory_of[cell] for cell, _ in path.given
-        }
-        saved = {number for _, number in self.saves.values()}
-        unfinished: set[Value] = set()
-        for memory in self.memories.values():
-            unfinished.update(filter(self._is_unfinished, memory.values))
-            memory.values -= unfinished
-            # Torch makes something else of `zeros()` if somebody holds it.
-            is_blank = memory.is_blank and not memory.writers
-            if is_blank or not (memory.nbytes and memory.values):
-                memory.final = self.never
-            memory.is_theirs = memory.number in elsewhere and not memory.is_cheap
-            if memory.is_theirs and memory.number in saved:
-                memory.cost = 0
-            elif memory.is_theirs:  # it may be written after the block
-                memory.final = self.never
-        # By step: memories of which it reads what a later step writes over.
-        self.early = {
-            step.index: {path.memory_of[cell] for cell, _ in unfinished.intersection(step.reads)}
-            for step in path.steps
-            if not unfinished.isdisjoint(step.reads)
-        }
+        given = {path.memory_of[cell] for cell, _ in path.given}
+        self._find_final({path.memory_of[cell] for cell in run.alive()} - given)
         # When small ones die may depend on the garbage collector, which differs from rank to rank.
         spans = [
             (m.maker, m.dies - 1, m.nbytes) for m in self.memories.values() if m.nbytes >= _SMALL
@@ -118,6 +97,29 @@ class Model:
         spans = [*states, *self._besides(), *self._needed_by_backward()]
         # What the steps after it have made is there, too.
         self.backward = self.sums(spans)[1:]
+
+    def _find_final(self, elsewhere: Set[int]) -> None:
+        """Find which memories can be held, from when on, and what that costs. Somebody else holds
+        those `elsewhere` when the block has ended."""
+        saved = {number for _, number in self.saves.values()}
+        unfinished: set[Value] = set()
+        for memory in self.memories.values():
+            unfinished.update(filter(self._is_unfinished, memory.values))
+            memory.values -= unfinished
+            # Torch makes something else of `zeros()` if somebody holds it.
+            if memory.is_blank or not (memory.nbytes and memory.values):
+                memory.final = self.never
+            memory.is_theirs = memory.number in elsewhere and not memory.is_cheap
+            if memory.is_theirs and memory.number in saved:
+                memory.cost = 0
+            elif memory.is_theirs:  # it may be written after the block
+                memory.final = self.never
+        # By step: memories of which it reads what a later step writes over.
+        self.early = {
+            step.index: {self.path.memory_of[c] for c, _ in unfinished.intersection(step.reads)}
+            for step in self.path.steps
+            if not unfinished.isdisjoint(step.reads)
+        }
 
     def _is_unfinished(self, value: Value) -> bool:
         """Whether a later step writes to a value: to hold the memory is not to hold it. What reads
@@ -153,8 +155,9 @@ class Model:
         for number in written:
             memory = memories[number]
             memory.writers += (index,)
+            memory.is_blank = False
             memory.final = max(memory.final, index + 1)
-        self.made[index] = (*dict(step.sizes), *written)
+        self.made[index] = (*[number for number, _ in step.sizes], *written)
         self._weigh(step, not read.isdisjoint(self.path.differentiable))
 
     def _add_reads(self, step: Step) -> None:
@@ -291,7 +294,8 @@ class Model:
             more = _DERIVATIVES.get(step.info.base, 0) * self._bytes_of(self.reads[step.index])
             if self.path.writes_part(step):  # the gradient of the whole is copied
                 more += made
-            pending.append((step.index + 1, step.index + 1, more))
+            if more:
+                pending.append((step.index + 1, step.index + 1, more))
         for number, uses in self._uses.items():
             nbytes = self._gradients[number]
             pending += [(index + 1, index + 1, nbytes) for index in uses]
@@ -300,9 +304,11 @@ class Model:
                     pending.append((uses[0] + 1, uses[-1], nbytes))
                 # Each new sum is a third one, beside both parts; the gradient that a node has read
                 # is free by then.
-                for index in uses[:-1] if self.path.steps[uses[-1]].func is not _torch.CAST else ():
-                    more = max(0, nbytes - self._bytes_of(self.made[index]))
-                    pending.append((index + 1, index + 1, more))
+                if self.path.steps[uses[-1]].func is not _torch.CAST:
+                    pending += [
+                        (index + 1, index + 1, max(0, nbytes - self._bytes_of(self.made[index])))
+                        for index in uses[:-1]
+                    ]
         return pending
 
 

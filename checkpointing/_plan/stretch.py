@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate
 
 from .model import Model
 from .repeats import repeats
@@ -76,13 +75,11 @@ class Stretch:
         return [first, *found, last]
 
     def _lowest(self, positions: Sequence[int]) -> list[int]:
-        """Those that least crosses, one in each part of the steps, and of the bytes that are
-        saved: a stem may save most of them in few steps."""
-        saved = [0] * self.last
-        for number, at in self.saved.items():
-            saved[min(at, self.last - 1)] += self.memories[number].cost
-        there = [*accumulate(saved)]
-        steps, nbytes = self.last - self.first, max(1, there[-1])
+        """The position that the fewest bytes cross, in each part. Parts are even in steps and in
+        saved bytes together, since a stem may save most of the bytes in a few steps."""
+        count, memories = self.model.count, self.memories
+        there = self.model.sums((at, count, memories[n].cost) for n, at in self.saved.items())
+        steps, nbytes = self.last - self.first, max(1, there[count])
         best: dict[int, int] = {}  # by part
         for p in sorted(positions, key=self.crossing.__getitem__):
             far = (p - self.first) / steps + there[p] / nbytes
@@ -117,5 +114,5 @@ def _is_low(before: int, here: int, after: int) -> bool:
 
 
 _SOON = 8  # steps
-_MUCH = 1.5
+_MUCH = 1.5  # times: a step that leaves so much less is worth a cut before it
 _MOST_CANDIDATES = 96

@@ -351,11 +351,12 @@ class Follower(TorchDispatchMode, Position, Region):
                 store.keep_planned(asked, counts)
 
     def keep_what_is_there(self, plan: Any) -> None:
-        """Hold what a new plan keeps, as far as the caller still has it."""
-        path = plan.path
-        for step in path.steps if self.holds_planned else ():
+        """Hold the values of a new plan that still exist and have not been written."""
+        if not self.holds_planned:
+            return
+        for step in plan.path.steps:
             for each, asked, counts in step.keeps:
-                if each is plan and path.is_current(asked.value):
+                if each is plan and plan.path.is_current(asked.value):
                     self.store.keep_planned(asked, counts)
 
     def _is_innermost(self) -> bool:

@@ -128,7 +128,7 @@ class Store:
 
     def refer(self, asked: Hold, parameter: Tensor) -> None:
         """Hold a parameter by itself."""
-        self.held[asked.value] = Aliased(parameter, "a parameter", True, parameter._version)
+        self.held[asked.value] = Aliased(parameter, "a parameter", True)
         self._new.append(asked)
 
     def keep(self, asked: Hold, mover: Mover | None) -> None:

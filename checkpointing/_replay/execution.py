@@ -11,7 +11,6 @@ from collections import defaultdict
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from .. import _torch, errors
 from .._engine import Frame, Moved, Task, Undo, described
@@ -26,7 +25,7 @@ def fetch(held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
     tensor = inputs.get(held)
     if tensor is None:
         tensor = held.fetch(where)
-        if held.is_parameter and not (type(tensor) is Parameter and tensor.data_ptr()):
+        if held.is_parameter:
             check_there(where, tensor)
         # Else it can be fetched again.
         if held.is_packed and type(held) is not Moved:

@@ -80,9 +80,7 @@ class Call(Inputs):
         """The present states of the generators that a recompute puts back."""
         if not self._preserve_rng_state:
             return Generators([])
-        rngs = [CPU_RNG]
-        if any([self.devices, self.generators]):
-            rngs += rngs_of(self.devices, self.generators)
+        rngs = [CPU_RNG, *rngs_of(self.devices, self.generators)]
         return Generators(rngs, self._preserve_rng_state == "all")
 
     def end(self) -> None:

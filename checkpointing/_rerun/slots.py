@@ -73,7 +73,7 @@ class Calling:
         frame = self.frame
         self._is_watched = any([frame.inner_inputs, self.rewound, self._refused])
         if frame.early_stop:
-            self._stop_at = next(frame.wanted(self.task, -1)).slot
+            self._stop_at = next(frame.wanted(self.task, reversed)).slot
         push_hooks(self.pack, identity)
         try:
             function()

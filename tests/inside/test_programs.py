@@ -14,7 +14,7 @@ from oracle import memory_of
 from torch import nn
 
 from checkpointing import _torch, auto, checkpoint_scope, clear_programs, forecast, keep
-from checkpointing._plan import plan
+from checkpointing._plan import groups, plan
 from checkpointing._plan.choose import choose, choose_within
 from checkpointing._plan.fill import Filling, Peaks
 from checkpointing._plan.repeats import repeats
@@ -404,3 +404,22 @@ def test_tensors_that_share_an_element_overlap():
     assert _torch.overlap(x, x.view(torch.int32))
     assert not _torch.overlap(x, x.clone())
     assert not any(_torch.overlap(*x.chunk(3, 1)[n : n + 2]) for n in range(2))
+
+
+def test_windows_are_found_once_where_a_budget_has_no_room_for_all_of_a_plan(monkeypatch):
+    """A run that holds a part of it starts from there, in the same windows as the last one."""
+    found = []
+    window = groups.Window
+    monkeypatch.setattr(groups, "Window", lambda *given: found.append(given) or window(*given))
+
+    def step(count):
+        found.clear()
+        y = torch.linspace(-1, 1, count).requires_grad_()
+        with checkpoint_scope(auto(budget=12_000)):
+            for _ in range(64):
+                y = y.tanh()
+        y.sum().backward()
+        return len(found)
+
+    counts = 1000, 1000, 1000, 1400, 1400, 1000, 1400
+    assert [step(count) for count in counts][2:] == [0, 1, 0, 0, 0]
