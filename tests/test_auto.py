@@ -705,3 +705,23 @@ def test_small_budgets_need_what_was_predicted():
         for _ in range(2):
             run().backward()
         assert bytes_of(run)[1] <= 1.02 * run.scope.stats.peak_predicted
+
+
+def test_a_peak_is_kept_and_costs_no_more_than_a_smaller_one():
+    """From the least one to plain's: measured by the profiler."""
+    forward = programs.transformer(8, 64)
+    plain = bytes_of(forward)[1]
+    with pytest.warns(UserWarning, match="The least peak possible is") as caught:
+        run = scoped(forward, peak=0)
+        run().backward()
+    least = int(re.search(r"least peak possible is (\d+) bytes", str(caught[0].message))[1])
+    again = []
+    for n in range(5):
+        peak = least + (plain - least) * n // 4
+        clear_programs()
+        run = scoped(forward, peak=peak)
+        assert bytes_of(run)[1] <= 1.03 * peak
+        assert run.scope.stats.peak_predicted <= peak == run.scope.stats.peak_asked
+        again.append(run.scope.stats.ops_replayed)
+    assert again == sorted(again, reverse=True)
+    assert again[0] > again[-1]

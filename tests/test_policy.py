@@ -425,3 +425,16 @@ def test_pins_are_in_order(nested):
         return bits(torch.autograd.grad(region(fn)(x).sum(), x))
 
     assert slope(rerun) == slope(lambda fn: fn)
+
+
+def test_a_parameter_needs_no_pin():
+    """It is handed back as it is, whatever else is kept."""
+    x, w = leaf(3), torch.nn.Parameter(torch.full((), 3.0))
+
+    def fn(x, keep=keep):
+        v = keep(w)
+        y = keep((x * v).square())
+        return (y * v).square()
+
+    want = torch.autograd.grad(fn(x, lambda t: t).sum(), (x, w))
+    assert bits(torch.autograd.grad(checkpointed(fn)(x).sum(), (x, w))) == bits(want)
