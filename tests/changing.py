@@ -244,6 +244,16 @@ class Cases:
         rest.numpy()[n % 3 :] = n + 1
         return (x[: len(rest)] * rest.sin()).exp() * rest
 
+    @on((6, 8))
+    def memory_filled_in_parts(n, x):
+        keys = torch.empty(6, 12, dtype=torch.float64)
+        width = (4, 4, 2, 4, 0, 4)[n]
+        keys[:, 4:].copy_(x * 2)
+        keys[:, :width].copy_(x[:, :width].sin())
+        if width < 4 or n == 3:
+            keys.detach().numpy()[:, width:4] = n
+        return (keys.exp() * keys).sin()
+
     @on((9, 8))
     def resized_and_given_as_out(n, x):
         out = x.detach()[:2].exp()

@@ -311,6 +311,26 @@ def test_stats_count_the_state_of_generators(own):
     assert scope.stats.bytes_held == 0
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_memory_is_held_unless_its_parts_fill_it(dim):
+    """As the keys of an attention are filled, of which two parts are made in two ways."""
+    x = torch.rand(8, 8, 8).requires_grad_()
+
+    def counts(*parts):
+        with checkpoint_scope() as scope:
+            h, keys = x * 2, x.new_empty(x.shape)
+            for start, end in parts:
+                keys.narrow(dim, start, end - start).copy_(h.narrow(dim, start, end - start))
+            loss = keys.sin().exp().sum()
+        nbytes = scope.stats.bytes_held
+        loss.backward()
+        return nbytes, scope.stats.ops_replayed
+
+    assert counts((3, 8), (0, 3)) == counts((0, 4), (4, 8)) == (0, 6)
+    assert counts((0, 4), (4, 8), (1, 2)) == (0, 7)
+    assert counts((0, 4), (5, 8)) == counts((0, 4), (3, 8)) == (x.nbytes, 2)
+
+
 def test_what_a_backward_inside_brings_back_is_not_held():
     """Its gradient's graph reads values that the block can make again."""
     x = torch.rand(1000).requires_grad_()

@@ -30,7 +30,7 @@ from .compiled import INDUCTOR, CompiledCode
 from .gathered import Gathering
 from .ops import Info, info_of, tensors_of
 from .position import Position
-from .program import NO_KEYWORDS, Hold, Program, Step
+from .program import FILLED, NO_KEYWORDS, Hold, Program, Step
 from .store import Answer, Store
 
 _plain_dispatch = Tensor.__torch_dispatch__
@@ -182,19 +182,23 @@ class Follower(TorchDispatchMode, Position, Region):
         self._go_to(step)
         if step.draws and store.has_drawn(step, state):
             self._later += [(self._obey, (True, tensor)) for tensor in tensors_of(result)]
-        self._has_run(step, kwargs, result)
+        self._has_run(step, args, kwargs, result)
         if step.keeps or self._ask is not None:
             self._decide(step, args, kwargs, result)
         return result
 
-    def _has_run(self, step: Step, kwargs: Any, result: Any) -> None:
-        info = step.info
+    def _has_run(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
+        store, info = self.store, step.info
         if info.gathers:
             self._lend(tensors_of(kwargs.get("out")))
         if info.custom or info.sizes_depend_on_data:
-            self.store.shapes[step.index] = shapes_of(result)
+            store.shapes[step.index] = shapes_of(result)
         if step.decides:
             self._hold_decisions(step)
+        if step.fills_part and len(step.writes) == 1:
+            (target,) = info.targets_of(args, kwargs)
+            if store.has_filled(step.writes[0], target):
+                self._later.append((self._event, (FILLED, (target,))))
 
     def _hold(self, asked: Hold) -> None:
         if asked.is_lent:

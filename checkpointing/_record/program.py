@@ -43,6 +43,7 @@ NO_KEYWORDS: dict[str, Any] = {}
 # Events: what else happens between two steps.
 KEEP = "keep"
 BROUGHT_BACK = "brought back"  # a backward inside the block has made this tensor again
+FILLED = "filled"  # memory that was only allocated, in parts
 WRITTEN_UNSEEN = "written unseen"  # by compiled code, or by an operator that has failed
 UNSEEN = "unseen"  # anything alive may have been written
 FEWER_SAVES = "fewer saves"  # what autograd saves after the step before differs from here on
@@ -179,6 +180,7 @@ class Step:
     offset: int | None = None  # the place of one that counts from that of its first argument
     reads_metadata: bool = False  # and nothing else, of its first argument
     updates: bool = False  # statistics, unseen
+    fills_part: bool = False  # of memory that was only allocated
     effect: bool = False  # it is never replayed
     is_view: bool = False
     draws: bool = False  # random numbers, perhaps

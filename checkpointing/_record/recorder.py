@@ -9,8 +9,9 @@ A value is replayable, or it is held. Replayable is what recorded operators make
 
 - Of memory that recorded operators have made, and nobody else has written (`MADE`), all is
   replayable.
-- Memory that is allocated, and not yet filled by a recorded operator (`UNFILLED`), has no value.
-  Who reads it reads what something unseen has filled: it is from outside.
+- Memory that is allocated, and not yet filled by recorded operators (`UNFILLED`), has no value. Who
+  reads it reads what something unseen has filled: it is from outside. Whether parts fill it follows
+  from their geometry, so each run finds that out, as an event (`FILLED`).
 - Of all other memory (`OUTSIDE`) a value is held as it is when it is read. Views of what is held
   are replayable.
 
@@ -39,6 +40,7 @@ from .ops import Info, by_place, tensors_of
 from .origins import Cells, Origins
 from .program import (
     BROUGHT_BACK,
+    FILLED,
     KEEP,
     ON_MADE,
     OWN,
@@ -188,7 +190,8 @@ class Recorder(Memories):
         step.holds = tuple(self._holds)
         step.is_prepared = any((step.holds, step.reads_metadata, step.offset is not None))
         is_other = step.run is not step.info.run
-        step.is_special = any((step.is_prepared, step.updates, step.draws, step.effect, is_other))
+        is_noted = step.updates or step.draws or step.fills_part
+        step.is_special = any((step.is_prepared, is_noted, step.effect, is_other))
         return step
 
     def _view(self, step: Step, given: dict[int | str, Any]) -> None:
@@ -265,6 +268,8 @@ class Recorder(Memories):
                 state = UNFILLED
             elif template.cell in memory.whole or not info.overwrites:
                 state = MADE
+            elif state is UNFILLED:
+                step.fills_part = True
         step.states += ((memory.number, state),)
         step.targets += (template.cell,)
         # FSDP2 gathers parameters: they are as they were before their memory had been given back.
@@ -330,10 +335,13 @@ class Recorder(Memories):
             (slot,) = args
             self._reads.append(slot.value)
             step.effect = self.value(slot.value[0]) != slot.value
-        elif event is WRITTEN_UNSEEN:
+        elif event in (FILLED, WRITTEN_UNSEEN):
             step.args = (self._name(*args),)
             number = self.memory_of[step.args[0].cell].number
-            step.writes, step.states = (number,), ((number, OUTSIDE),)
+            if event is FILLED:
+                step.states = ((number, MADE),)
+            else:
+                step.writes, step.states = (number,), ((number, OUTSIDE),)
         step.inputs = step.args
         return self._end(step)
 

@@ -77,6 +77,9 @@ class Store:
         self.numbers: dict[int, Any] = {}
         # By step: of results whose shapes do not follow from those of the arguments.
         self.shapes: dict[int, list[torch.Size]] = {}
+        # By memory that was only allocated, and type: the parts that have been filled, and their
+        # bytes.
+        self._filled: dict[Any, dict[_torch.Layout, int]] = defaultdict(dict)
         self._on: dict[int, list[Hold]] = defaultdict(list)  # what is held, by memory
         self._new: list[Hold] = []  # and is not there yet
 
@@ -224,6 +227,17 @@ class Store:
         if memories and self.pieces is not None:
             self.pieces.copies.clear()
 
+    def has_filled(self, memory: int, part: Tensor) -> bool:
+        """Whether a memory that was only allocated is filled, with this part. Parts that overlap
+        are not counted, nor are more than a few."""
+        parts, layout = self._filled[memory, part.dtype], _torch.layout_of(part)
+        if layout is None or len(parts) == _MOST_PARTS:
+            return False
+        if any(_torch.layouts_overlap(layout, other) for other in parts):
+            return False
+        parts[layout] = part.nbytes
+        return sum(parts.values()) == _torch.memory_size(part)
+
     def _lies_apart(self, asked: Hold, held: Held, targets: list[Tensor]) -> bool:
         tensor = held.packed if type(held) is Aliased else self.cells[asked.value[0]]()
         if tensor is None:
@@ -288,3 +302,4 @@ class Store:
 
 
 _KEPT = "a kept tensor"
+_MOST_PARTS = 32  # in which memory is filled

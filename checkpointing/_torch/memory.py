@@ -189,14 +189,15 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     layouts: Any = layout_of(one), layout_of(other)
     if None in layouts or one.dtype is not other.dtype:
         return True
-    return _may_overlap(*layouts)
+    return layouts_overlap(*layouts)
 
 
 @functools.lru_cache(1024)  # a window asks for the same layouts in each run
-def _may_overlap(one: Layout, other: Layout) -> bool:
-    rows = {sys.maxsize}  # all memory is one row
-    if one[1] == other[1]:
-        rows.add(max([1, *one[1]]))
+def layouts_overlap(one: Layout, other: Layout) -> bool:
+    """Whether tensors of one type may share an element, with these layouts on one storage."""
+    strides, rows = one[1], [sys.maxsize]  # all memory is one row
+    if strides == other[1]:
+        rows += [row for row in strides if row and not any(s % row for s in strides if s > row)]
     for row in rows:
         (_, end), (start, last) = sorted([_columns(one, row), _columns(other, row)])
         if end <= start and last <= row:

@@ -404,6 +404,9 @@ def test_tensors_that_share_an_element_overlap():
     assert _torch.overlap(x, x.view(torch.int32))
     assert not _torch.overlap(x, x.clone())
     assert not any(_torch.overlap(*x.chunk(3, 1)[n : n + 2]) for n in range(2))
+    heads = torch.rand(2, 3, 4, 5)
+    assert not _torch.overlap(heads[..., :2], heads[..., 2:])
+    assert not _torch.overlap(heads[:, :2], heads[:, 2:])
 
 
 def test_windows_are_found_once_where_a_budget_has_no_room_for_all_of_a_plan(monkeypatch):
