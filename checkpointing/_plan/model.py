@@ -220,9 +220,10 @@ class Model:
 
     def _saves(self, step: Step, cell: int) -> bool:
         """Whether autograd saves a result of a step for the backward of that step itself."""
-        if step.is_view or cell not in dict(step.memories):
+        results = [*dict(step.memories)]
+        if step.is_view or cell not in results:
             return False
-        return cell != step.first_cell or _torch.saves_its_result(step.func)
+        return cell != results[0] or _torch.saves_its_result(step.func)
 
     def sums(self, spans: Iterable[Span]) -> list[int]:
         """By position: the bytes that are there. Each is there from one position to another."""

@@ -109,7 +109,7 @@ class Window:
         versions = dict(step.reads)
         if step.event is BROUGHT_BACK:
             made = Instruction(step, (self._place_of(step.reads[0]),), {})
-            memories = {self.path.memory_of[step.reads[0][0]], self.path.memory_of[step.first_cell]}
+            memories = {self.path.memory_of[step.reads[0][0]], *dict(step.memories).values()}
             made.run = made.call = torch.clone if memories & self.written else _same
         else:
             args = tuple([self._argument(template, versions) for template in step.inputs])

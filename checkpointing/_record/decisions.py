@@ -13,9 +13,6 @@ base.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -26,53 +23,32 @@ _INDICES = (torch.int64, torch.int32)
 _FEW = 1 << 16  # bytes of decisions that are always held; else an eighth of what autograd saves
 
 
-class Decisions:
-    """Which cells are sure, at one place of a path."""
-
-    def __init__(self) -> None:
-        self._sure: set[int] = set()
-
-    def add(self, step: Step, written: list[int]) -> None:
-        """A step has run; `written` are the cells on memory that it has written."""
-        if not step.sure:
-            self._sure.difference_update(written)
-        self._sure.update(step.sure)
-        self._sure.update([held.value[0] for held in step.decides])
-
-    def find(
-        self,
-        step: Step,
-        computed: list[Value],
-        made: dict[Value, Tensor],
-        tensor_in: Callable[[int], Any],
-        limit: int,
-    ) -> list[Value]:
-        """The decisions that a new step takes or reads, up to `limit` bytes; its sure results are
-        noted. `computed` are the values that it reads, without those that are held, and `made`
-        its results."""
-        unsure = [value for value in computed if value[0] not in self._sure]
-        if step.is_view:
-            step.sure = () if unsure else tuple([cell for cell, _ in made])
-            return []
-        decided: dict[Value, Tensor] = {}
-        if step.info.sizes_depend_on_data and unsure:
-            read = {value: tensor_in(value[0]) for value in unsure}
-            decided = {value: tensor for value, tensor in read.items() if not _is_rounded(tensor)}
-            # Of rounded numbers alone (`unique`), the results are all there is to hold.
-            if not decided and len(unsure) == len(step.reads):
-                decided = made
-        is_exact = step.info.is_pointwise or not step.reads
-        for value, tensor in made.items():
-            if not unsure and (is_exact or not _is_rounded(tensor)):
-                step.sure += (value[0],)
-            elif tensor.dtype in _INDICES and not step.info.pools:
-                decided = {**decided, value: tensor}
-        found = []
-        for value, tensor in decided.items():
-            limit -= _torch.memory_size(tensor)
-            if limit >= 0:
-                found.append(value)
-        return found
+def find_decisions(
+    step: Step, unsure: dict[Value, Tensor], made: dict[Value, Tensor], limit: int
+) -> list[Value]:
+    """The decisions that a new step takes or reads, up to `limit` bytes. Its sure results are noted
+    in the step. `unsure` is what it reads and a replay may make otherwise, `made` its results."""
+    if step.is_view:
+        step.sure = () if unsure else tuple([cell for cell, _ in made])
+        return []
+    decided: dict[Value, Tensor] = {}
+    if step.info.sizes_depend_on_data and unsure:
+        decided = {value: read for value, read in unsure.items() if not _is_rounded(read)}
+        # Of rounded numbers alone (`unique`), the results are all there is to hold.
+        if not decided and len(unsure) == len(step.reads):
+            decided = made
+    is_exact = step.info.is_pointwise or not step.reads
+    for value, tensor in made.items():
+        if not unsure and (is_exact or not _is_rounded(tensor)):
+            step.sure += (value[0],)
+        elif tensor.dtype in _INDICES and not step.info.pools:
+            decided[value] = tensor
+    found = []
+    for value, tensor in decided.items():
+        limit -= _torch.memory_size(tensor)
+        if limit >= 0:
+            found.append(value)
+    return found
 
 
 def most_bytes(saved: int, decided: int) -> int:

@@ -28,9 +28,9 @@ from .. import _torch
 from .._engine import Destination, Region, note_written, thread
 from .compiled import INDUCTOR, CompiledCode
 from .gathered import Gathering
-from .ops import Info, info_of, tensors_of
+from .ops import Info, by_place, info_of, tensors_of
 from .position import Position
-from .program import FILLED, NO_KEYWORDS, Hold, Program, Step
+from .program import FILLED, NO_KEYWORDS, Hold, Like, Program, Step
 from .store import Answer, Store
 
 _plain_dispatch = Tensor.__torch_dispatch__
@@ -44,7 +44,6 @@ class Follower(TorchDispatchMode, Position, Region):
     around: _torch.Hooks | None = None  # hooks, which hear of writes to memory from outside
     sees_gathering = False
     holds_planned = False  # whether what a plan keeps is held from the forward on
-    _is_watched = False
     _compiled: CompiledCode | None = None
     _gathering: Gathering | None = None
 
@@ -80,7 +79,7 @@ class Follower(TorchDispatchMode, Position, Region):
                 return result
         following = self.step.next  # another thread may record: read before the saves
         if self.saved != len(self.step.saves):
-            following = self._following()
+            following = self.finish_step()
         names: tuple[str, ...] = ()
         given = args
         if kwargs:
@@ -115,7 +114,7 @@ class Follower(TorchDispatchMode, Position, Region):
             return False, func(*args, **kwargs)
         if types and not self._follows(func, types):
             return False, _leave_to_subclass(func, types, args, kwargs)
-        if self.watchers and not self._is_watched:
+        if self.watchers:
             return False, self._watched(func, types, args, kwargs)
         self.store.settle()
         return True, None
@@ -131,15 +130,15 @@ class Follower(TorchDispatchMode, Position, Region):
 
     def _watched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Follow an operator, with those who watch before and after."""
-        values = (*args, *kwargs.values())
-        for watcher in self.watchers:
+        values, watchers = (*args, *kwargs.values()), self.watchers
+        for watcher in watchers:
             if not watcher.before(values):
                 return func(*args, **kwargs)
-        self._is_watched = True
+        self.watchers = ()
         try:
             result = self.__torch_dispatch__(func, types, args, kwargs)
         finally:
-            self._is_watched = False
+            self.watchers = (*watchers, *self.watchers)
         if self._compiled is not None:
             self._compiled.after(self.step, args, kwargs, result)
         return result
@@ -206,15 +205,18 @@ class Follower(TorchDispatchMode, Position, Region):
         self.store.hold(asked)
 
     def _prepare(self, step: Step, args: Any, kwargs: Any) -> None:
-        """Before an operator runs, hold what a replay starts from."""
-        store = self.store
-        if step.varies:
-            given = (*args, *kwargs.values())
-            store.numbers[step.index] = {place: given[place] for place in step.varies}
+        """Before an operator runs, hold what a replay starts from, and note the arguments that it
+        passes otherwise than the program."""
+        given = (*args, *kwargs.values())
+        own = {place: given[place] for place in step.varies}
+        if step.reads_metadata and not step.inputs[0].suits(args[0]):
+            own[0] = Like(args[0])
+        if step.offset is not None:  # in a storage that may be another one
+            own[step.offset] = args[step.offset] - args[0].storage_offset()
+        if own:
+            self.store.numbers[step.index] = own
         for asked in step.holds:
             self._hold(asked)
-        if step.reads_metadata or step.offset is not None:
-            store.note_metadata(step, args)
 
     def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
         store, info, pieces = self.store, step.info, self.store.pieces
@@ -254,8 +256,7 @@ class Follower(TorchDispatchMode, Position, Region):
         other = self.known.find(following, step.call, given)
         is_new = other is None
         if other is None:
-            self.own_program()
-            other = self._new_step(step.info, step.func, args, kwargs)
+            other = self._new_step(step.call, args, kwargs)
         self._prepare(other, args, kwargs)
         self.cells += map(ref, tensors)
         if is_new:
@@ -273,12 +274,10 @@ class Follower(TorchDispatchMode, Position, Region):
 
     def _do_something_new(self, call: Any, types: Any, args: Any, kwargs: Any) -> Any:
         func = call[0]
-        if self._sees_more():
-            return self.__torch_dispatch__(func, types, args, kwargs)
         info = info_of(func)
-        if info.is_passed or not info.has_tensors:
+        if info.is_passed:
             return info.run(*args, **kwargs)
-        if self._begins_anew(info):
+        if self._sees_more() or self._begins_anew(info):
             return self.__torch_dispatch__(func, types, args, kwargs)
         mark = len(self.cells)
         self.own_program()
@@ -286,15 +285,21 @@ class Follower(TorchDispatchMode, Position, Region):
         step = self.known.find_with_other_numbers(self.step.next, call, given)
         if step is not None:
             return self._run(step, args, kwargs, mark)
-        step = self._new_step(info, func, args, kwargs)
-        if self.note is not None:
-            step.note = self.note()
+        step = self._new_step(call, args, kwargs)
         result = self._run(step, args, kwargs, mark)
         if self.store.placement is not None:
             step.flops = _torch.flops_of(func, args, kwargs, result)
         self._add(step, tensors_of(result))
         self._hold_decisions(step)
         return result
+
+    def _new_step(self, call: Any, args: Any, kwargs: Any) -> Step:
+        self.own_program()
+        given = by_place(args, kwargs)
+        step = self._recorder_here().step(self.step, call, info_of(call[0]), given)
+        if self.note is not None:
+            step.note = self.note()
+        return step
 
     # ---- what a run does beside following
 
@@ -308,12 +313,17 @@ class Follower(TorchDispatchMode, Position, Region):
 
     # ---- what is kept of results
 
-    def _hold_decisions(self, step: Step) -> None:
-        if step.writes:  # when the operator has returned, which has still to count versions up
-            self._later += [(self.store.decide, (asked,)) for asked in step.decides]
+    def _hold_after(self, step: Step, hold: Callable[..., None], *asked: Any) -> None:
+        """Hold something when an operator has returned: one that writes has still to count versions
+        up."""
+        if step.writes:
+            self._later.append((hold, asked))
         else:
-            for asked in step.decides:
-                self.store.decide(asked)
+            hold(*asked)
+
+    def _hold_decisions(self, step: Step) -> None:
+        for asked in step.decides:
+            self._hold_after(step, self.store.decide, asked)
 
     def _obey(self, answer: Answer, tensor: Tensor) -> None:
         """Do what the policy has answered."""
@@ -328,7 +338,7 @@ class Follower(TorchDispatchMode, Position, Region):
         """Keep what a plan, or the answer of the policy, keeps of an operator's results."""
         if step.keeps and self.holds_planned:
             self._keep_planned(step)
-        if self._ask is None or step.info.ignored:
+        if self._ask is None or step.info.is_view:
             return
         # A run inside asks for itself. In a backward inside, others' hooks call functions again at
         # times that differ in a rerun.
@@ -347,12 +357,8 @@ class Follower(TorchDispatchMode, Position, Region):
             plans = [plan for plan in plans if plan.can_go_on(store.held, step)]
             self.use_plan(plans[-1] if plans else None)
         for plan, asked, counts in step.keeps:
-            if plan is not self.plan:
-                continue
-            if step.writes:  # when the operator has returned, which has still to count versions up
-                self._later.append((store.keep_planned, (asked, counts)))
-            else:
-                store.keep_planned(asked, counts)
+            if plan is self.plan:
+                self._hold_after(step, store.keep_planned, asked, counts)
 
     def keep_what_is_there(self, plan: Any) -> None:
         """Hold the values of a new plan that still exist and have not been written."""

@@ -1,5 +1,9 @@
 """Comparing: which known step an operator call is.
 
+A run knows tensors by their objects. Of others it has to know whether they share memory with what
+it has met, since a write to one changes all of them. Storages tell, as long as something there is
+alive.
+
 A call is compared without any effect. When a step has been found, the tensors that the call meets
 take their cells.
 """
@@ -7,28 +11,45 @@ take their cells.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import _torch
 from .._engine import is_parameter, root_of
-from .origins import Origins
-from .program import First, Known, Met, Parts, Slot, Step, Thing, Varying
+from .program import (
+    NOT_WRITTEN,
+    ON_MADE,
+    OWN,
+    ZEROS,
+    First,
+    Known,
+    Met,
+    Origin,
+    Parts,
+    Slot,
+    Step,
+    Thing,
+    Varying,
+)
 from .store import Store
 
-_Parameter = nn.Parameter
+_storage_of, _has_storage, _storage_id = _torch.storage_of, _torch.has_storage, _torch.storage_id
+_is_whole_parameter = _torch.is_whole_parameter
 
 
-class Matcher(Origins):
+class Matcher:
     """The tensors that a run has met, and their comparison with those that a step expects."""
 
     def __init__(self, store: Store) -> None:
-        super().__init__(store.cells, store.held)
-        self._store = store
+        self._store, self._cells = store, store.cells
+        self._outside: dict[int | None, int] = {}  # by storage: the first cell from outside there
+        self._made: dict[int | None, int] = {}  # by storage: a cell there; of so many cells:
+        self._looked_at = 0
 
     def find(self, following: tuple[Step, ...], call: Any, given: Any) -> Step | None:
         """Which of these steps a call is, if any. Then tensors that it meets take their cells."""
@@ -59,7 +80,7 @@ class Matcher(Origins):
         for first, tensor in zip(firsts, met, strict=True):
             cells.append(ref(tensor))
             if type(first.origin) is str:  # it is the first one there
-                outside[_torch.storage_of(tensor)] = first.cell
+                outside[_storage_of(tensor)] = first.cell
             if first.refers is not None:
                 self._store.refer(first.refers, tensor)
 
@@ -84,7 +105,7 @@ class Matcher(Origins):
         """Whether this is a tensor, and comes from where it came from then."""
         if not isinstance(arg, Tensor) or self.of(arg, met) != first.origin:
             return False
-        if type(arg) is _Parameter or _torch.is_whole_parameter(arg):
+        if _is_whole_parameter(arg):
             is_one = first.is_parameter
         else:
             is_one = first.is_lent or is_parameter(root_of(arg)) is first.is_parameter
@@ -113,6 +134,60 @@ class Matcher(Origins):
                 self.meet(step.firsts, met)
                 return step
         return None
+
+    # ---- memory
+
+    def of(self, tensor: Tensor, met: Sequence[Tensor] = ()) -> Origin:
+        """The origin of a tensor that no cell has. `met` are those that take the next cells."""
+        if not _has_storage(tensor):
+            return OWN
+        place = _storage_id(tensor)
+        cells, known = self._cells, self._outside.get(place)
+        if known is not None and self._is_there(known):
+            return known
+        for number, other in enumerate(met) if met else ():
+            if _storage_of(other) == place:
+                return len(cells) + number
+        if not _is_whole_parameter(tensor):
+            if self._is_made(place):
+                return ON_MADE
+            if _torch.is_zeros(tensor):
+                return ZEROS
+        return OWN
+
+    def _is_there(self, cell: int) -> bool:
+        return self._cells[cell]() is not None or (cell, NOT_WRITTEN) in self._store.held
+
+    def forget(self, mark: int) -> None:
+        """The cells from here on are empty again."""
+        self._looked_at = min(self._looked_at, mark)
+        for known in (self._outside, self._made):
+            for place in [place for place, cell in known.items() if cell >= mark]:
+                del known[place]
+
+    def has_met(self, tensor: Tensor) -> bool:
+        """Whether a tensor uses memory from outside that the run has met."""
+        cell = self._outside.get(_storage_of(tensor))
+        return cell is not None and self._cells[cell]() is not None
+
+    def has_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor uses memory that recorded operators have made."""
+        return not self.has_met(tensor) and self._is_made(_storage_of(tensor))
+
+    def _is_made(self, place: int | None) -> bool:
+        cells, made = self._cells, self._made
+        for cell in range(self._looked_at, len(cells)):
+            tensor = cells[cell]()
+            if tensor is not None:
+                made.setdefault(_storage_of(tensor), cell)
+        self._looked_at = len(cells)
+        there = made.get(place)
+        if there is None:
+            return False
+        if cells[there]() is not None:
+            return True
+        alive = [cells[cell]() for cell in range(there, len(cells))]
+        return place in [_storage_of(tensor) for tensor in alive if tensor is not None]
 
 
 def _are_same(known: Any, arg: Any) -> bool:

@@ -12,9 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import _torch
-from .decisions import Decisions
-from .origins import Cells
-from .program import NOT_WRITTEN, ON_MADE, UNSEEN, First, Hold, Slot, Step, Value
+from .program import NOT_WRITTEN, UNSEEN, Cells, First, Hold, Slot, Step, Value
 
 # What is known of a memory; recorder.py says what follows from it.
 MADE, UNFILLED, OUTSIDE = "made", "unfilled", "outside"
@@ -31,6 +29,7 @@ class Memory:
     version: int = NOT_WRITTEN  # the last step that wrote to it
     cells: list[int] = field(default_factory=list)
     whole: set[int] = field(default_factory=set)  # the cells that cover it, if it is made here
+    sure: set[int] = field(default_factory=set)  # as decisions.py says
     # On memory from outside: what is held now, by the cells with it, and with views of it.
     there: dict[int, Hold] = field(default_factory=dict)
     is_parameter: bool = False
@@ -53,27 +52,27 @@ class Memories:
     def __init__(self, cells: Cells, steps: Iterable[tuple[Step, Sequence[Slot]]]) -> None:
         """`steps` are those of the path, each with what autograd has saved after it."""
         self._cells = cells
+        # The last step, and how many tensors autograd has saved after it.
+        self.at: tuple[Step | None, int] = None, 0
         self.met: list[Tensor] = []  # tensors that take the next cells
-        self.held: set[Value] = set()
-        self.decisions = Decisions()
         self.memory_of: list[Memory] = []  # by cell
         self._memories: dict[int, Memory] = {}
         self._names: dict[int, int] = {}  # by id of a tensor: its cell
         self._places: dict[int | None, Memory] = {}  # by storage
-        self._alive: list[Memory] = []  # of those that steps have made
+        self._alive: set[int] = set()  # memories that steps have made
         for step, saves in steps:
             for first in step.firsts:
                 self.add_first(first)
             for asked in step.holds:
                 self.add_hold(asked)
             self.add(step)
+            self.add_decisions(step)
             for slot in saves:
                 self._add_slot(slot)
 
     def add_first(self, first: First) -> None:
-        memory = self._memory(first.memory, OUTSIDE)
-        if first.origin is ON_MADE:
-            memory.state = OUTSIDE
+        memory = self._memories.setdefault(first.memory, Memory(first.memory, OUTSIDE))
+        memory.state = OUTSIDE
         memory.is_parameter |= first.is_parameter
         memory.is_saved |= first.is_parameter
         memory.is_lent |= first.is_lent
@@ -82,20 +81,18 @@ class Memories:
             self.add_hold(first.refers)
 
     def add_hold(self, asked: Hold) -> None:
-        self.held.add(asked.value)
         if not asked.is_hidden:
             self._memories[asked.memory].there[asked.value[0]] = asked
 
     def add(self, step: Step) -> None:
         """Learn what a step has changed."""
+        self.at = step, 0
         for number, state in step.states:
-            self._memory(number, state).state = state
-        self._alive += [self._memories[number] for number, _ in step.sizes]
-        if step.gone:
-            self._alive = [memory for memory in self._alive if memory.number not in step.gone]
-        written = [self._memories[number] for number in step.writes]
-        self.decisions.add(step, [cell for memory in written for cell in memory.cells])
-        for memory in written:
+            self._memories.setdefault(number, Memory(number, state)).state = state
+        self._alive.update([number for number, _ in step.sizes])
+        self._alive.difference_update(step.gone)
+        for number in step.writes:
+            memory = self._memories[number]
             memory.write(step.index)
             memory.is_state |= memory.state is OUTSIDE
         for cell, number in step.memories:
@@ -106,8 +103,9 @@ class Memories:
             if step.is_view and not step.effect and memory.state is OUTSIDE:
                 base = step.reads[0][0]  # on the same memory, unless that is sparse
                 memory.there[cell] = self.memory_of[base].there[base]
-        for number, _ in step.states if step.info.gathers else ():
-            self._memories[number].is_lent = True
+        if step.info.gathers:
+            for number, _ in step.states:
+                self._memories[number].is_lent = True
         if step.event is UNSEEN:
             self._write_unseen(step.index)
 
@@ -118,20 +116,28 @@ class Memories:
                 memory.state = OUTSIDE
                 memory.write(index)
 
+    def add_decisions(self, step: Step) -> None:
+        """Learn which values are sure after a step."""
+        for number in () if step.sure else step.writes:
+            self._memories[number].sure.clear()
+        for cell in [*step.sure, *[asked.value[0] for asked in step.decides]]:
+            self.memory_of[cell].sure.add(cell)
+
     def _add_slot(self, slot: Slot) -> None:
         if slot.first is not None:
             self.add_first(slot.first)
-        memory = self.memory_of[slot.value[0]]
+        memory = self.memory_of[slot.cell]
         if slot.hold is not None:
             self.add_hold(slot.hold)
             if slot.is_read:  # if it was allocated here, something unseen has filled it
                 memory.state = OUTSIDE
-        memory.is_saved = True
+        self.has_saved(memory)
 
-    def _memory(self, number: int, state: str) -> Memory:
-        if number not in self._memories:
-            self._memories[number] = Memory(number, state)
-        return self._memories[number]
+    def has_saved(self, memory: Memory) -> None:
+        """Autograd has saved something of it."""
+        step, count = self.at
+        self.at = step, count + 1
+        memory.is_saved = True
 
     def _add_cell(self, cell: int, memory: Memory) -> None:
         assert cell == len(self.memory_of), "cells are filled in order"
@@ -158,20 +164,27 @@ class Memories:
         # Unless `tensor.data = ...` has given it other memory.
         return cell if self._places.get(_storage_of(tensor)) is self.memory_of[cell] else None
 
+    def known_memory(self, tensor: Tensor) -> Memory | None:
+        """The memory of a tensor; None if the tensor is not known."""
+        cell = self.find(tensor)
+        return None if cell is None else self.memory_of[cell]
+
     def memory_at(self, tensor: Tensor) -> Memory | None:
         """The known memory that a tensor uses, as far as something there is alive."""
-        memory = self._places.get(_storage_of(tensor)) if _has_storage(tensor) else None
+        if not _has_storage(tensor):
+            return self.known_memory(tensor)
+        memory = self._places.get(_storage_of(tensor))
         return None if memory is None or self._is_gone(memory) else memory
 
     def _is_gone(self, memory: Memory) -> bool:
         """Whether nobody holds a tensor there any more."""
         return all(self.tensor_in(cell) is None for cell in memory.cells)
 
-    def gone(self) -> tuple[int, ...]:
-        """Memories of recorded operators that nobody holds any more."""
-        gone = [memory for memory in self._alive if self._is_gone(memory)]
-        self._alive = [memory for memory in self._alive if memory not in gone]
-        return tuple([memory.number for memory in gone])
+    def find_gone(self, step: Step) -> None:
+        """Note the memories of recorded operators that nobody holds any more after a step."""
+        gone = [number for number in self._alive if self._is_gone(self._memories[number])]
+        self._alive.difference_update(gone)
+        step.gone = tuple(gone)
 
     def value(self, cell: int) -> Value:
         """What is in a cell: as the last step left it that wrote to any part of its memory."""

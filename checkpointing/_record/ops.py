@@ -43,9 +43,9 @@ class Info:
         self.pools = "_pool" in self.base  # its indices are for autograd alone
         # It allocates memory without filling it.
         self.allocates = self.name == "aten::resize_" or self.name.startswith(_ALLOCATE)
+        # It does not read the memory that it writes.
         writes_out = all(type(place) is str for place in self.writes)
         self.overwrites = writes_out or self.base in OVERWRITES
-        self.fills = self.overwrites or self.allocates  # memory that has only been allocated
         # Its first argument only lends its metadata. Else a dropout mask would need the matrix
         # product before it in every replay.
         self.metadata_only = _READS_METADATA.match(full_name) is not None
@@ -57,7 +57,7 @@ class Info:
         self.writes: tuple[int | str, ...] = tuple(
             argument.name if argument.kwarg_only else place
             for place, argument in enumerate(schema.arguments)
-            if _is_write(argument)
+            if argument.alias_info and argument.alias_info.is_write
         )
         names = [argument.name for argument in schema.arguments]
         # The place of an offset from the beginning of the storage.
@@ -66,13 +66,12 @@ class Info:
         # were decided in the forward.
         is_new = [result.alias_info is None for result in results]
         does_something = any([self.writes, self.communicates, *is_new])
-        self.is_passed = self.base in PASSED
+        self.is_view = self.base == "set_" or not does_something
         # In a mode, torch does not count versions up for these: each block does.
         self.is_uncounted = self.base.startswith("_foreach_")
-        self.ignored = self.base == "set_" or self.is_passed or not does_something
         types = " ".join([str(each.type) for each in (*schema.arguments, *results)])
-        # Others belong to torch's profiler, or to other processes: they compute nothing.
-        self.has_tensors = "Tensor" in types
+        # Without tensors, they belong to torch's profiler, or to other processes.
+        self.is_passed = self.base in PASSED or "Tensor" not in types
         self.has_sizes = _OTHER_LISTS.search(types) is None
 
     @property
@@ -86,15 +85,9 @@ class Info:
         given = by_place(args, kwargs)
         return tensors_of([given.get(place) for place in self.targets])
 
-    def updates_statistics(self, args: Any) -> bool:
+    def updates_statistics(self, given: dict[Any, Any]) -> bool:
         """Whether a call with these arguments updates the statistics that it takes."""
-        if not self.statistics:
-            return False
-        return self._switch is None or bool(args[self._switch])
-
-
-def _is_write(of_schema: Any) -> bool:
-    return getattr(of_schema.alias_info, "is_write", False)
+        return bool(given.get(self._switch, self.statistics))  # without a switch: if it has any
 
 
 # The schema of operators without one: they take and return anything.

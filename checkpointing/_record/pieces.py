@@ -26,9 +26,8 @@ from torch import Tensor
 from .. import _torch
 from .._engine import Aliased, Held, without_recording
 from .history import History
-from .origins import Cells
 from .path import Path
-from .program import First, Hold, Step
+from .program import Cells, First, Hold, Step
 
 
 class Pieces:
@@ -148,32 +147,29 @@ class _Piece:
 
     def __init__(self) -> None:
         self.count = 0  # of its steps
-        self.sizes: dict[int, int] = {}  # of memories that it has made
+        self.sizes: dict[Any, int] = {}  # of memories that it has made
         self.results: list[tuple[int, int]] = []  # that may be alive: cells and memories
         self.written: set[int] = set()
         self.met: list[First] = []
-        self._memory_of: dict[int, int] = {}
 
     def add(self, step: Step) -> int:
         """The next step. Returns the bytes that autograd has saved after it, of what the piece has
         made."""
         self.count += 1
         self.sizes.update(step.sizes)
-        self._memory_of.update(step.memories)
         self.results += step.memories
         self.written.update([memory for memory in step.writes if memory not in self.sizes])
         self.met += [first for first in step.firsts if first.requires_grad]
-        made = [self._memory_of.get(slot.cell) for slot in step.saves if slot.counts]
-        return sum([self.sizes.get(memory, 0) for memory in made if memory is not None])
+        return sum([self.sizes.get(slot.memory, 0) for slot in step.saves])
 
 
 def size_pieces(path: Path, history: History) -> None:
     """Find what may be alive where a piece ends. In this path, which was run as a whole, pieces and
     what is alive at their ends need least together then."""
-    sizes = dict([size for step in path.steps for size in step.sizes])
+    sizes: dict[Any, int] = dict([size for step in path.steps for size in step.sizes])
     saved = [0] * (len(path.steps) + 1)
     for slot, index in zip(path.slots, path.saved_after, strict=True):
-        saved[index] += slot.counts * sizes.get(path.memory_of[slot.cell], 0)
+        saved[index] += sizes.get(slot.memory, 0)
     history.nbytes = nbytes = sum(saved)
 
     def ends(found: Sizes, most: float) -> Iterator[int]:

@@ -11,8 +11,6 @@ from .. import _torch
 from .._engine import Mover
 from .decisions import most_bytes
 from .match import Matcher
-from .ops import Info
-from .origins import Cells
 from .path import Path
 from .program import (
     FEWER_SAVES,
@@ -20,7 +18,6 @@ from .program import (
     UNSEEN,
     WRITTEN_UNSEEN,
     Program,
-    Slot,
     Step,
     fewer_saves,
     with_saves,
@@ -46,10 +43,9 @@ class Position:
         self.path: list[Step] = []
         self.plan = self.program.expected  # which tells what to hold
         self.saved = 0  # how many tensors autograd has saved since the last step
-        self.cells: Cells = self.store.cells
+        self.cells = self.store.cells
         self.known = Matcher(self.store)
         self._recorder: Recorder | None = None
-        self._recorded: Any = None  # up to where
 
     def _forget(self, mark: int) -> None:
         """The cells from here on are empty again."""
@@ -62,9 +58,9 @@ class Position:
         self.saved = 0
         self.path.append(step)
 
-    def _following(self) -> tuple[Step, ...]:
-        """The steps that came next before, after as many saves as there are now."""
-        following = self.step.next
+    def finish_step(self) -> tuple[Step, ...]:
+        """Nothing more is saved after this step. Returns the steps that came next before."""
+        following = self.step.next  # before the saves: another thread may record
         while self.saved != len(self.step.saves):
             following = self._branch().next
         return following
@@ -80,17 +76,11 @@ class Position:
     # ---- what is new
 
     def _recorder_here(self) -> Recorder:
-        if self._recorder is None or self._recorded != (self.step, self.saved):
+        recorder = self._recorder
+        if recorder is None or recorder.at != (self.step, self.saved):
             steps = with_saves(self.root, self.path, self.saved)
-            saves_freely = self.store.hooks is None
-            self._recorder = Recorder(self.cells, self.known, steps, saves_freely)
-        return self._recorder
-
-    def _new_step(self, info: Info, func: Any, args: Any, kwargs: Any) -> Step:
-        recorder = self._recorder_here()
-        step = recorder.step(self.step, info, func, args, kwargs)
-        self.known.meet(step.firsts, recorder.met)
-        return step
+            self._recorder = recorder = Recorder(self.store, self.known, steps)
+        return recorder
 
     def _add(self, step: Step, results: list[Tensor]) -> None:
         """A new step has run."""
@@ -98,8 +88,7 @@ class Position:
         assert recorder is not None
         recorder.has_run(step, results, most_bytes(store.saved_bytes, store.decided_bytes))
         if store.placement is not None:
-            step.gone = recorder.gone()
-        self._recorded = step, 0
+            recorder.find_gone(step)
         self.program.add(step)
         if self.plan is not None:
             self.use_plan(None)
@@ -109,29 +98,17 @@ class Position:
         self.plan = plan
         self.store.let_go(() if plan is None else plan.kept)
 
-    def _new_slot(self, tensor: Tensor, is_read: bool, joins: bool) -> Slot:
-        """What autograd saves has not been saved here before."""
-        recorder = self._recorder_here()
-        slot = recorder.slot(tensor, is_read, joins)
-        if slot.first is not None:
-            self.known.meet((slot.first,), recorder.met)
-        self.step.saves += (slot,)
-        self._recorded = self.step, self.saved + 1
-        return slot
-
     # ---- events
 
     def _event(
         self, event: str, args: tuple[Any, ...] = (), results: tuple[Tensor, ...] = ()
     ) -> Step:
         """Something has happened between two steps."""
-        step = self.known.find(self._following(), (event,), args)
+        step = self.known.find(self.finish_step(), (event,), args)
         is_new = step is None
         if step is None:
             self.own_program()
-            recorder = self._recorder_here()
-            step = recorder.event(self.step, event, args)
-            self.known.meet(step.firsts, recorder.met)
+            step = self._recorder_here().event(self.step, event, args)
         self.cells += map(ref, results)
         if is_new:
             self._add(step, [*results])
@@ -167,11 +144,6 @@ class Position:
             known = self.program.add(fewer_saves(step, self.saved))
         self._go_to(known)
         return known
-
-    def finish_step(self) -> None:
-        """Nothing more is saved after the last step."""
-        while self.saved != len(self.step.saves):
-            self._branch()
 
     def alive(self) -> list[int]:
         """Cells that somebody else holds."""

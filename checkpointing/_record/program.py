@@ -20,7 +20,7 @@ objects. It has to be found out anew for every operator of every run.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -34,6 +34,7 @@ from .ops import NO_OPERATOR, Info
 # A cell, and the last step that wrote to its memory; NOT_WRITTEN if none has.
 Value = tuple[int, int]
 NOT_WRITTEN = -1
+Cells = list[Callable[[], Any]]  # weak references
 
 # Objects of these types are the same if they are equal.
 PLAIN = frozenset({int, bool, str, torch.dtype, torch.device})
@@ -73,7 +74,7 @@ class Hold:
 
     value: Value
     memory: int
-    reader: Any  # an operator; None: autograd has saved it
+    reader: Any = None  # an operator; None: autograd has saved it
     is_parameter: bool = False
     is_lent: bool = False
     is_hidden: bool = False  # from the hooks around the block: nothing is in it yet
@@ -140,12 +141,10 @@ class Slot:
     value: Value
     first: First | None = None
     hold: Hold | None = None
-    is_held: bool = False  # so that there is nothing to compute
     is_read: bool = False  # whether a region inside takes it, rather than an operator
     is_usual: bool = False  # neither that, nor a part, nor a tensor that is met here
     joins: bool = False  # whether it is another part of the tensor that the slot before belongs to
-    counts: bool = False  # whether autograd saved something of this memory for the first time
-    nbytes: int = 0  # of the tensor
+    memory: int | None = None  # if autograd saved something of it for the first time
     cell: int = -1
 
     def __post_init__(self) -> None:
@@ -170,7 +169,6 @@ class Step:
     event: str | None = None
     count: int | None = None  # of its results; not known before it has run
     grad_mode: bool = True  # kernels may look at it
-    first_cell: int = 0  # of its results
     reads: tuple[Value, ...] = ()
     writes: tuple[int, ...] = ()  # memories
     targets: tuple[int, ...] = ()  # cells that it writes to
@@ -205,7 +203,6 @@ class Step:
     plan: Any = None
 
     def __post_init__(self) -> None:
-        self.run = self.func
         if self.parent is not None:
             self.index = self.parent.index + 1
 

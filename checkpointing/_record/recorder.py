@@ -35,13 +35,13 @@ from torch import Tensor
 
 from .. import _torch
 from .._engine import entered_from, is_parameter, root_of
+from .decisions import find_decisions
+from .match import Matcher
 from .memories import MADE, OUTSIDE, UNFILLED, Memories, Memory
-from .ops import Info, by_place, tensors_of
-from .origins import Cells, Origins
+from .ops import Info, tensors_of
 from .program import (
     BROUGHT_BACK,
     FILLED,
-    KEEP,
     ON_MADE,
     OWN,
     PLAIN,
@@ -57,6 +57,7 @@ from .program import (
     Thing,
     Value,
 )
+from .store import Store
 
 # Types of arguments that are compared with `==`, by whether all lists are sizes, and all floats
 # usual.
@@ -67,29 +68,19 @@ _COMPARED = {
     (True, True): PLAIN | {list, float},
 }
 _INSIDE = "an input of a region inside"
-_is_grad_enabled = torch.is_grad_enabled
-_storage_of, _has_storage = _torch.storage_of, _torch.has_storage
+_has_storage = _torch.has_storage
 
 
 class Recorder(Memories):
     """What comes next at one place of a path."""
 
-    def __init__(
-        self,
-        cells: Cells,
-        origins: Origins,
-        steps: Iterable[tuple[Step, Sequence[Slot]]],
-        saves_freely: bool,
-    ) -> None:
-        """`saves_freely`: no hooks are around the block."""
-        super().__init__(cells, steps)
-        self._origins, self._saves_freely = origins, saves_freely
+    _step: Step  # that is recorded now; for a slot, what saving it meets and needs
 
-    def _start(self) -> None:
-        self.met = []
-        self._reads: list[Value] = []
-        self._firsts: list[First] = []
-        self._holds: list[Hold] = []
+    def __init__(
+        self, store: Store, known: Matcher, steps: Iterable[tuple[Step, Sequence[Slot]]]
+    ) -> None:
+        super().__init__(store.cells, steps)
+        self._known, self._saves_freely = known, store.hooks is None
 
     def _name(self, tensor: Tensor) -> Known | First:
         """The template of a tensor whose contents do not matter."""
@@ -100,53 +91,44 @@ class Recorder(Memories):
 
     def _meet(self, tensor: Tensor) -> First:
         """A tensor that is not known takes the next cell."""
-        cell, origin = len(self.memory_of), self._origins.of(tensor, self.met)
+        cell, origin = len(self.memory_of), self._known.of(tensor, self.met)
         there = self.memory_at(tensor)
         memory = there if origin is ON_MADE else None
         if type(origin) is int:
             memory = self.memory_of[origin]
         number = cell if memory is None else memory.number
-        first = First(
-            cell, origin, number, is_parameter(root_of(tensor)), requires_grad=tensor.requires_grad
-        )
+        first = First(cell, origin, number, is_parameter(root_of(tensor)), tensor.requires_grad)
         if memory is not None and memory.is_lent:
             first.is_lent = first.is_parameter = True
         elif first.is_parameter and origin is OWN and there is not None:
             first.is_lent = True  # on memory that the block has made: gathered from one process
         self.met.append(tensor)
         self.add_first(first)
-        self._firsts.append(first)
+        self._step.firsts += (first,)
         return first
 
-    def _hold(self, template: Known | First, reader: Any, **how: bool) -> None:
+    def _hold(
+        self, template: Known | First, is_copied: bool = False, is_hidden: bool = False
+    ) -> None:
         """The run is to hold what is in a cell."""
-        cell = template.cell
+        cell, step = template.cell, self._step
         memory = self.memory_of[cell]
-        asked = Hold(self.value(cell), memory.number, reader, memory.is_parameter, **how)
-        asked.is_lent, asked.is_read = memory.is_lent, reader is not None
+        asked = Hold(
+            self.value(cell),
+            memory.number,
+            reader=step.func,
+            is_read=step.func is not None,
+            is_parameter=memory.is_parameter,
+            is_lent=memory.is_lent,
+            is_copied=is_copied,
+            is_hidden=is_hidden,
+        )
         self.add_hold(asked)
         is_whole = _torch.is_whole_parameter(self.tensor_in(cell))
-        if isinstance(template, First) and is_whole and not (how or asked.is_lent):
+        if isinstance(template, First) and is_whole and not (is_copied or asked.is_lent):
             template.refers = asked
         else:
-            self._holds.append(asked)
-
-    def _read(self, tensor: Tensor, reader: Any, is_copied: bool = False) -> Known | First:
-        """The template of a tensor whose contents an operator reads."""
-        template = self._name(tensor)
-        memory = self.memory_of[template.cell]
-        there = memory.there.get(template.cell)
-        if memory.state is OUTSIDE and (is_copied or memory.is_state):
-            if there is None or not there.is_copied:
-                if is_copied and template.cell in memory.there:  # autograd has saved the tensor
-                    template = self._meet(tensor)
-                self._hold(template, reader, is_copied=True)
-        elif there is not None:
-            there.is_read = True
-        elif not memory.has(template.cell):
-            self._hold(template, reader)
-        self._reads.append(self.value(template.cell))
-        return template
+            step.holds += (asked,)
 
     def _map(self, function: Callable[[Tensor], Any], arg: Any) -> Any:
         """A template of an argument, with `function` of the tensors in it."""
@@ -158,112 +140,134 @@ class Recorder(Memories):
 
     # ---- steps
 
-    def step(self, parent: Step, info: Info, func: Any, args: Any, kwargs: Any) -> Step:
-        """What an operator is about to do."""
-        self._start()
-        step = Step(parent, func, info=info, grad_mode=_is_grad_enabled())
-        step.call = func, step.grad_mode, len(args), (*kwargs,)
-        given = by_place(args, kwargs)
+    def step(self, parent: Step, call: Any, info: Info, given: dict[Any, Any]) -> Step:
+        """What an operator is about to do with these arguments."""
+        func, grad_mode, count, names = call
+        self._step = step = Step(parent, func, call, info, grad_mode=grad_mode)
         step.plain = _COMPARED[info.has_sizes, _has_usual_floats(given.values())]
-        step.run = info.run
-        if any(map(_torch.is_zeros, tensors_of(args))):
-            step.run = _torch.with_zeros(info.run)
-        if info.ignored:
-            self._view(step, given)
+        has_zeros = any(map(_torch.is_zeros, tensors_of([*given.values()])))
+        step.run = _torch.with_zeros(info.run) if has_zeros else info.run
+        if info.is_view:
+            self._view(given)
         else:
-            self._operate(step, args, kwargs, given)
-        step.inputs = step.args[: len(args)]
-        if kwargs:
-            step.named = dict(zip(kwargs, step.args[len(args) :], strict=True))
+            self._operate(given)
+        step.inputs = step.args[:count]
+        step.named = dict(zip(names, step.args[count:], strict=True))
         if step.reads_metadata:
-            step.inputs = (Like(args[0]), *step.inputs[1:])
+            step.inputs = (Like(given[0]), *step.inputs[1:])
         if step.updates:
             step.inputs = tuple(
                 None if place in info.statistics else arg for place, arg in enumerate(step.inputs)
             )
-        if info.offset in given and given[info.offset] is not None:
+        if given.get(info.offset) is not None:
             step.offset = info.offset
+        step.is_prepared = any((step.holds, step.reads_metadata, step.offset is not None))
+        is_noted = step.updates or step.draws or step.fills_part
+        step.is_special = step.is_prepared or is_noted or step.effect
         return self._end(step)
 
     def _end(self, step: Step) -> Step:
-        step.reads, step.firsts = tuple(self._reads), tuple(self._firsts)
-        step.holds = tuple(self._holds)
-        step.is_prepared = any((step.holds, step.reads_metadata, step.offset is not None))
-        is_other = step.run is not step.info.run
-        is_noted = step.updates or step.draws or step.fills_part
-        step.is_special = any((step.is_prepared, is_noted, step.effect, is_other))
+        """The tensors that a step meets are in their cells from here on."""
+        self._known.meet(step.firsts, self.met)
+        self.met = []
         return step
 
-    def _view(self, step: Step, given: dict[int | str, Any]) -> None:
-        step.is_view = True
-        are_there = [step.info.base != "set_"]
+    def _view(self, given: dict[Any, Any]) -> None:
+        step = self._step
+        step.is_view, step.effect = True, step.info.base == "set_"
 
         def base(tensor: Tensor) -> Known | First:
             template = self._name(tensor)
             memory = self.memory_of[template.cell]
             if type(template) is First and (self._saves_freely or template.is_parameter):
-                self._hold(template, step.func)
-            is_there = memory.state is UNFILLED or memory.has(template.cell)
-            if is_there:
-                self._reads.append(self.value(template.cell))
-            are_there.append(is_there)
+                self._hold(template)
+            if memory.state is UNFILLED or memory.has(template.cell):
+                step.reads += (self.value(template.cell),)
+            else:
+                step.effect = True
             return template
 
         step.args = tuple([self._map(base, arg) for arg in given.values()])
-        step.effect = not all(are_there)
 
-    def _operate(self, step: Step, args: Any, kwargs: Any, given: dict[int | str, Any]) -> None:
-        info = step.info
-        lent = (0,) if info.metadata_only else ()
-        places = given.keys() - {*info.targets, *lent}
-        for tensor in tensors_of([given[place] for place in given if place in places]):
-            cell = self.find(tensor)
+    def _operate(self, given: dict[Any, Any]) -> None:
+        step, info = self._step, self._step.info
+        others = {*info.targets, 0} if info.metadata_only else {*info.targets}
+        read = [arg for place, arg in given.items() if place not in others]
+        for memory in map(self.known_memory, tensors_of(read)):
             # Something unseen has filled what is read: a raw kernel, `ctypes`, NumPy.
-            if cell is not None and (memory := self.memory_of[cell]).state is UNFILLED:
+            if memory is not None and memory.state is UNFILLED:
                 memory.state = OUTSIDE
                 step.states += ((memory.number, OUTSIDE),)
-        written = info.targets_of(args, kwargs)
-        step.updates = info.updates_statistics(args)
-        step.effect = info.communicates or any(self._is_outside(each, info) for each in written)
+        written = tensors_of([given.get(place) for place in info.targets])
+        step.updates = info.updates_statistics(given)
+        step.effect = info.communicates or not all(map(self._can_be_made, written))
         step.draws = info.may_draw and not step.effect
         has_generator = torch.Generator in map(type, given.values())
         step.is_quick_draw = not (info.custom or has_generator)
-        step.args = tuple([self._template(step, place, arg) for place, arg in given.items()])
+        if info.metadata_only and not step.effect:
+            step.reads_metadata = _has_storage(given[0])
+        step.args = tuple([self._template(place, arg) for place, arg in given.items()])
 
-    def _is_outside(self, tensor: Tensor, info: Info) -> bool:
-        """Whether what is written cannot be made again: it was there before, or something unseen
-        has filled it."""
-        cell = self.find(tensor)
-        if cell is None:
-            return True
-        state = self.memory_of[cell].state
-        return state is OUTSIDE or (state is UNFILLED and not info.fills)
+    def _can_be_made(self, target: Tensor) -> bool:
+        """Whether what is written can be made again: nobody unseen has had a part in it."""
+        info, memory = self._step.info, self.known_memory(target)
+        if memory is None:
+            return False
+        if memory.state is UNFILLED:
+            return info.overwrites or info.allocates
+        return memory.state is MADE
 
-    def _template(self, step: Step, place: int | str, arg: Any) -> Any:
+    def _template(self, place: int | str, arg: Any) -> Any:
         """The template of an operator's argument."""
-        info = step.info
+        step, info = self._step, self._step.info
         if place in info.targets:
-            return self._map(lambda tensor: self._target(step, tensor), arg)
+            return self._map(self._target, arg)
         if step.effect:
             is_object = isinstance(arg, torch.ScriptObject)
             return Thing(type(arg)) if is_object else self._map(self._name, arg)
-        if isinstance(arg, Tensor):
-            if place == 0 and info.metadata_only and _has_storage(arg):
-                step.reads_metadata = True
-                return self._name(arg)
-            if place in info.statistics:
-                return self._statistics(step, arg)
-        return self._map(lambda tensor: self._read(tensor, step.func), arg)
+        if step.reads_metadata and place == 0:
+            return self._name(arg)
+        return self._map(self._statistics if place in info.statistics else self._read, arg)
 
-    def _target(self, step: Step, tensor: Tensor) -> Known | First:
+    def _read(self, tensor: Tensor, is_copied: bool = False) -> Known | First:
+        """The template of a tensor whose contents an operator reads."""
+        template = self._name(tensor)
+        memory = self.memory_of[template.cell]
+        if memory.state is OUTSIDE:
+            there = memory.there.get(template.cell)
+            copies = is_copied or memory.is_state
+            if there is None:
+                self._hold(template, copies)
+            elif there.is_copied or not copies:
+                there.is_read = True
+            else:
+                if is_copied:  # autograd has saved the tensor
+                    template = self._meet(tensor)
+                self._hold(template, copies)
+        self._step.reads += (self.value(template.cell),)
+        return template
+
+    def _statistics(self, tensor: Tensor) -> Known | First:
+        """The template of statistics that a normalisation reads, or updates without saying so."""
+        step = self._step
+        if not step.updates:
+            return self._read(tensor, is_copied=True)
+        template = self._name(tensor)
+        number = self.memory_of[template.cell].number
+        step.writes += (number,)
+        step.states += ((number, OUTSIDE),)
+        return template
+
+    def _target(self, tensor: Tensor) -> Known | First:
         """The template of a tensor that the operator writes."""
-        info, template = step.info, self._name(tensor)
+        step, info = self._step, self._step.info
+        template = self._name(tensor)
         memory = self.memory_of[template.cell]
         state = memory.state
         if step.effect:
             state = OUTSIDE
         else:  # after whoever wrote to its memory before
-            self._reads.append(self.value(template.cell))
+            step.reads += (self.value(template.cell),)
             if info.allocates:  # `resize_`, or with `out=`
                 state = UNFILLED
             elif template.cell in memory.whole or not info.overwrites:
@@ -277,27 +281,14 @@ class Recorder(Memories):
             step.writes += (memory.number,)
         return template
 
-    def _statistics(self, step: Step, tensor: Tensor) -> Known | First:
-        """The template of statistics that a normalisation reads, or updates without saying so."""
-        if not step.updates:
-            return self._read(tensor, step.func, is_copied=True)
-        template = self._name(tensor)
-        memory = self.memory_of[template.cell]
-        step.writes += (memory.number,)
-        step.states += ((memory.number, OUTSIDE),)
-        return template
-
     def has_run(self, step: Step, results: list[Tensor], limit: int) -> None:
         """Record the results of an operator, which are in their cells. `limit`: bytes of decisions
         that may be held."""
         info = step.info
-        self.met = []
-        step.count, step.first_cell = len(results), len(self.memory_of)
-        made: dict[Value, Tensor] = {}
-        for cell, tensor in enumerate(results, step.first_cell):
-            known = None if info.base == "set_" else self.find(tensor)
-            memory = self.memory_at(tensor) if known is None else self.memory_of[known]
-            if step.event is BROUGHT_BACK or memory is None:
+        step.count = len(results)
+        for cell, tensor in enumerate(results, len(self.memory_of)):
+            memory = self.memory_at(tensor)
+            if memory is None or step.event is BROUGHT_BACK:
                 state = UNFILLED if info.allocates else MADE
                 if step.effect or not _has_storage(tensor):
                     state = OUTSIDE
@@ -305,50 +296,51 @@ class Recorder(Memories):
                 step.states += ((cell, state),)
                 step.sizes += ((cell, _torch.memory_size(tensor)),)
             step.memories += ((cell, memory.number),)
-            version = step.index if memory.number in step.writes else memory.version
-            made[cell, version] = tensor
+        self.add(step)
         if step.event is None and not step.effect:
-            computed = [each for each in step.reads if self.memory_of[each[0]].state is not OUTSIDE]
-            decided = self.decisions.find(step, computed, made, self.tensor_in, limit)
-            numbers = {cell: self.memory_of[cell].number for cell, _ in computed}
-            numbers.update(step.memories)
-            step.decides = tuple([Hold(value, numbers[value[0]], None) for value in decided])
+            self._decide(step, results, limit)
+        self.add_decisions(step)
         if info.sizes_depend_on_data:
             step.line = entered_from(sys._getframe(1))
         step.is_special |= bool(step.decides) or info.sizes_depend_on_data
-        self.add(step)
+
+    def _decide(self, step: Step, results: list[Tensor], limit: int) -> None:
+        unsure: dict[Value, Tensor] = {}
+        for value in step.reads:
+            memory = self.memory_of[value[0]]
+            if memory.state is not OUTSIDE and value[0] not in memory.sure:
+                unsure[value] = self.tensor_in(value[0])
+        cells = [cell for cell, _ in step.memories]
+        made = dict(zip(map(self.value, cells), results, strict=True))
+        found = find_decisions(step, unsure, made, limit)
+        step.decides = tuple([Hold(value, self.memory_of[value[0]].number) for value in found])
 
     def event(self, parent: Step, event: str, args: tuple[Any, ...]) -> Step:
         """What has happened that is no operator: `keep`, `opaque`, a write that nobody saw."""
-        self._start()
-        step = Step(parent, None, (event,), event=event, args=args)
-        step.effect = True
-        if event is KEEP:
+        self._step = step = Step(parent, None, (event,), event=event, effect=True, args=args)
+        if event is BROUGHT_BACK:
+            (slot,) = args
+            step.reads = (slot.value,)
+            step.effect = self.value(slot.cell) != slot.value
+        elif args:
             step.args = (self._name(*args),)
             cell = step.args[0].cell
             memory = self.memory_of[cell]
-            if memory.state is MADE:
-                step.effect = False
-                self._reads.append(self.value(cell))
-                step.decides = (Hold(self.value(cell), memory.number, None),)
-        elif event is BROUGHT_BACK:
-            (slot,) = args
-            self._reads.append(slot.value)
-            step.effect = self.value(slot.value[0]) != slot.value
-        elif event in (FILLED, WRITTEN_UNSEEN):
-            step.args = (self._name(*args),)
-            number = self.memory_of[step.args[0].cell].number
             if event is FILLED:
-                step.states = ((number, MADE),)
-            else:
-                step.writes, step.states = (number,), ((number, OUTSIDE),)
+                step.states = ((memory.number, MADE),)
+            elif event is WRITTEN_UNSEEN:
+                step.writes, step.states = (memory.number,), ((memory.number, OUTSIDE),)
+            elif memory.state is MADE:
+                step.effect = False
+                step.reads = (self.value(cell),)
+                step.decides = (Hold(self.value(cell), memory.number),)
         step.inputs = step.args
         return self._end(step)
 
     def slot(self, tensor: Tensor, is_read: bool, joins: bool) -> Slot:
         """What autograd saves now; `is_read`: for a region inside, `joins`: as another part of the
         tensor before."""
-        self._start()
+        self._step = step = Step(None, _INSIDE if is_read else None)
         template = self._name(tensor)
         cell = template.cell
         memory = self.memory_of[cell]
@@ -356,16 +348,14 @@ class Recorder(Memories):
             memory.state = OUTSIDE
         if not memory.has(cell):
             # Autograd saves it before the operator runs that fills it: nothing is in it yet.
-            how = {"is_hidden": True} if memory.state is UNFILLED else {}
-            self._hold(template, _INSIDE if is_read else None, **how)
+            self._hold(template, is_hidden=memory.state is UNFILLED)
         slot = Slot(self.value(cell), is_read=is_read, joins=joins)
         slot.first = template if type(template) is First else None
-        slot.hold = self._holds[0] if self._holds else None
-        slot.is_held = slot.value in self.held
+        slot.hold = step.holds[0] if step.holds else None
         slot.is_usual = not any((slot.first, slot.hold, joins, is_read))
-        slot.nbytes = tensor.nbytes if _has_storage(tensor) else 0
-        slot.counts = not memory.is_saved
-        memory.is_saved = True
+        slot.memory = None if memory.is_saved else memory.number
+        self.has_saved(memory)
+        self._end(step)
         return slot
 
 

@@ -116,7 +116,7 @@ class Run(Follower):
     def _wakes_up(self, func: Any) -> bool:
         if self._depth != _RESTING or self._here["depth"] != self._awake:
             return False
-        if not _is_grad_enabled() or not info_of(func).has_tensors:
+        if not _is_grad_enabled() or info_of(func).is_passed:
             return False
         self._depth = self._awake
         if not any(holder() is not None for holder in self._holders):
@@ -149,7 +149,7 @@ class Run(Follower):
             slot = saves[place]
             if slot.is_usual and self.cells[slot.cell]() is tensor and self._saver is None:
                 self.saved = place + 1
-                if slot.counts:
+                if slot.memory is not None:
                     self.store.saved_bytes += _torch.memory_size(tensor)
                 return slot
         return self._save(tensor)
@@ -175,11 +175,12 @@ class Run(Follower):
                 self._branch()
                 slot = self._known_slot(tensor, is_read, joins)
             else:
-                slot = self._new_slot(tensor, is_read, joins)
+                slot = self._recorder_here().slot(tensor, is_read, joins)
+                step.saves += (slot,)
         self.saved += 1
         if slot.hold is not None:
             self._hold(slot.hold)
-        if slot.counts:
+        if slot.memory is not None:
             self.store.saved_bytes += _torch.memory_size(tensor)
         if self._saver is not None:
             self.keep_at(tensor, self._saver)

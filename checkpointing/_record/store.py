@@ -19,9 +19,8 @@ from torch import Tensor
 from .. import _torch
 from .._engine import CPU_RNG, Aliased, Destination, Generators, Held, Mover, hold, thread
 from .ops import generators_of
-from .origins import Cells
 from .pieces import Pieces
-from .program import NOT_WRITTEN, Hold, Like, Step, Value
+from .program import NOT_WRITTEN, Cells, Hold, Step, Value
 
 _graph_task_id = _torch.graph_task_id
 
@@ -65,13 +64,13 @@ class Store:
     def begin(self) -> None:
         """Hold nothing, and count from 0."""
         self.release()
-        self.saved_bytes = self.kept_bytes = self.decided_bytes = self._planned_bytes = 0
+        self.saved_bytes = self.kept_bytes = self.decided_bytes = 0
 
     def release(self) -> None:
         """Hold nothing: others have what they need."""
         self.cells: Cells = []
         self.held: dict[Value, Held] = {}
-        self._planned: dict[Value, int] = {}  # what plans alone keep, and how much of a budget
+        self._planned: dict[Value, int] = {}  # what plans alone keep: bytes of a budget
         self.random: dict[int, Any] = {}  # by step: where the generators stood
         # By step and place: arguments that differ from the program's.
         self.numbers: dict[int, Any] = {}
@@ -137,8 +136,8 @@ class Store:
     def keep(self, asked: Hold, mover: Mover | None) -> None:
         """Hold a value that could be computed. The mover says where; None: as an input."""
         tensor = self.cells[asked.value[0]]()
-        self._unplan(asked.value)
-        self._hold_as(asked, tensor, self._taker(mover, tensor), _KEPT)
+        self._planned.pop(asked.value, None)
+        self._hold_kept(asked, tensor, mover)
         self.kept_bytes += _torch.memory_size(tensor)
 
     def keep_planned(self, asked: Hold, counts: bool) -> None:
@@ -148,26 +147,26 @@ class Store:
             return
         assert self.placement is not None
         budget, place, _ = self.placement
-        nbytes = _torch.memory_size(tensor) if counts and budget is not None else 0
-        if budget is not None and self._planned_bytes + self.kept_bytes + nbytes > budget:
+        nbytes = _torch.memory_size(tensor) if counts else 0
+        kept = self.kept_bytes + nbytes
+        if budget is not None and sum(self._planned.values(), kept) > budget:
             return
         self._planned[asked.value] = nbytes
-        self._planned_bytes += nbytes
-        self._hold_as(asked, tensor, self._taker(self.mover(place), tensor), _KEPT)
+        self._hold_kept(asked, tensor, self.mover(place))
 
     def decide(self, asked: Hold) -> None:
         """Hold a decision."""
         tensor = self.cells[asked.value[0]]()
-        self._unplan(asked.value)
+        self._planned.pop(asked.value, None)
         if tensor is not None and asked.value not in self.held:
             self._hold_as(asked, tensor, None, "a decision")
             nbytes = _torch.memory_size(tensor)
             self.decided_bytes += nbytes
             self.kept_bytes += nbytes
 
-    def _taker(self, mover: Mover | None, tensor: Tensor) -> Any:
-        """Who takes a tensor that is held: the mover, where it takes such, or the hooks."""
-        return self.hooks if mover is None or not mover.takes(tensor) else mover
+    def _hold_kept(self, asked: Hold, tensor: Tensor, mover: Mover | None) -> None:
+        is_moved = mover is not None and mover.takes(tensor)
+        self._hold_as(asked, tensor, mover if is_moved else self.hooks, "a kept tensor")
 
     def _hold_as(
         self, asked: Hold, tensor: Tensor, hooks: Any, name: Any, role: object = None
@@ -198,7 +197,7 @@ class Store:
                 if step.updates:  # of statistics: only operators that have read them find it
                     if asked.is_read or self.is_checked:
                         self._freeze(asked, held)
-                elif targets and self._lies_apart(asked, held, targets):
+                elif self._lies_apart(asked, held, targets):
                     self._on[memory].append(asked)
                     self.later.append((held.renew, ()))
                 elif step.info.counts_before or not held.is_stale:
@@ -255,17 +254,12 @@ class Store:
 
     def let_go(self, kept: Container[Value]) -> None:
         """Of what plans keep, hold only this."""
-        gone = [value for value in self._planned if value not in kept]
-        for value in gone:
-            self._unplan(value)
-        self._drop(gone)
-
-    def _unplan(self, value: Value) -> None:
-        self._planned_bytes -= self._planned.pop(value, 0)
+        self._drop([value for value in self._planned if value not in kept])
 
     def _drop(self, values: Iterable[Value]) -> None:
         for value in values:
             del self.held[value]
+            self._planned.pop(value, None)
         for there in (*self._on.values(), self._new):
             there[:] = [asked for asked in there if asked.value in self.held]
 
@@ -289,17 +283,5 @@ class Store:
             return False
         return True
 
-    def note_metadata(self, step: Step, args: Any) -> None:
-        """What a replay passes otherwise than the program: an argument of which only the metadata
-        is read, an offset in a storage that may be another one."""
-        own: dict[int, Any] = {}
-        if step.reads_metadata and not step.inputs[0].suits(args[0]):
-            own[0] = Like(args[0])
-        if step.offset is not None:
-            own[step.offset] = args[step.offset] - args[0].storage_offset()
-        if own:
-            self.numbers.setdefault(step.index, {}).update(own)
 
-
-_KEPT = "a kept tensor"
 _MOST_PARTS = 32  # in which memory is filled

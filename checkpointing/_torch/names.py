@@ -324,7 +324,8 @@ has_storage = _C._has_storage  # False for sparse, MKLDNN and other opaque layou
 
 def is_whole_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter, and no wrapper of one."""
-    return type(tensor) in (nn.Parameter, FakeTensor) and isinstance(tensor, nn.Parameter)
+    kind = type(tensor)
+    return kind is nn.Parameter or (kind is FakeTensor and isinstance(tensor, nn.Parameter))
 
 
 def version(tensor: Tensor) -> int:
