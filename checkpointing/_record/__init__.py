@@ -8,7 +8,7 @@ from .follow import shapes_of
 from .gathered import check_there
 from .ops import tensors_of
 from .path import Path
-from .pieces import Pieces, size_pieces
+from .pieces import Ends, Pieces, size_pieces
 from .program import (
     BROUGHT_BACK,
     KEEP,

@@ -33,7 +33,6 @@ from .program import (
     Parts,
     Slot,
     Step,
-    Thing,
     Varying,
 )
 from .store import Store
@@ -97,17 +96,16 @@ class Matcher:
         if kind is Parts:
             is_alike = type(arg) is known.kind and len(arg) == len(known.items)
             return is_alike and all(map(self.matches, known.items, arg, repeat(met)))
-        if kind is Varying or kind is Thing:
-            return known.kind is type(arg) and (kind is Thing or _is_plain(arg))
+        if kind is Varying:
+            return known.kind is type(arg) and _is_plain(arg)
         return known is arg or _are_same(known, arg)
 
     def _meets(self, first: First, arg: Any, met: list[Tensor]) -> bool:
         """Whether this is a tensor, and comes from where it came from then."""
         if not isinstance(arg, Tensor) or self.of(arg, met) != first.origin:
             return False
-        if _is_whole_parameter(arg):
-            is_one = first.is_parameter
-        else:
+        is_one = first.is_parameter
+        if not _is_whole_parameter(arg):
             is_one = first.is_lent or is_parameter(root_of(arg)) is first.is_parameter
             is_one = is_one and first.refers is None
         if is_one:
@@ -193,6 +191,8 @@ class Matcher:
 def _are_same(known: Any, arg: Any) -> bool:
     """Whether two arguments that hold no tensor are the same."""
     kind = type(known)
+    if isinstance(known, type):  # of an object
+        return type(arg) is known
     if type(arg) is not kind or kind in (Slot, torch.ScriptObject):
         return False
     if kind in (float, complex, list, tuple):  # 0.0 is not -0.0, nor 0

@@ -30,20 +30,19 @@ from .path import Path
 from .program import Cells, First, Hold, Step
 
 
-class Pieces:
-    """Where the pieces of a run end, and what those before hold."""
+class Ends:
+    """Where the pieces of a run end."""
 
-    def __init__(self, end: Callable[[], int] | None, history: History) -> None:
-        """`end` gives a piece's holders what they need, and returns how many there are so far. If
-        it is None, only a backward inside ends a piece."""
+    def __init__(self, end: Callable[[], int], history: History) -> None:
+        """`end` gives a piece's holders what they need, and returns how many there are so far."""
         self.end, self._sizes = end, Sizes(history)
         self._piece = _Piece()
-        self._written: set[int | None] = set()  # storages from outside
-        self.copies = _torch.Copies()  # of what has not been written since
-        # By storage: a weak reference to what is held, and whether an operator has read it.
-        self._held: dict[int | None, list[tuple[Any, bool]]] = defaultdict(list)
 
-    def may_end(self, path: Sequence[Step], cells: Cells) -> bool:
+    def begin(self) -> None:
+        """The next piece begins."""
+        self._piece, self._sizes.saved = _Piece(), 0
+
+    def may_be_here(self, path: Sequence[Step], cells: Cells) -> bool:
         """Whether little is alive of what the piece has made, or has written though an earlier one
         has made it."""
         piece = self._piece
@@ -66,15 +65,23 @@ class Pieces:
         self._look_at(path)
         return self._sizes.all_saved + self._sizes.saved
 
+
+class Pieces:
+    """What the pieces of a run hold that have ended."""
+
+    def __init__(self) -> None:
+        self._written: set[int | None] = set()  # storages from outside
+        self.copies = _torch.Copies()  # of what has not been written since
+        # By storage: a weak reference to what is held, and whether an operator has read it.
+        self._held: dict[int | None, list[tuple[Any, bool]]] = defaultdict(list)
+
     def leave(self, holds: Iterable[tuple[Hold, Held]], is_checked: bool) -> None:
         """What a piece holds belongs to holders now, and may be written later. `is_checked`: values
         are compared when they come back."""
-        self._piece, self._sizes.saved = _Piece(), 0
-        if self.end is None:  # a block that trains would collect them
-            for storage, there in [*self._held.items()]:
-                self._held[storage] = [entry for entry in there if entry[0]() is not None]
-                if not self._held[storage]:
-                    del self._held[storage]
+        for storage, there in [*self._held.items()]:  # a block that trains would collect them
+            self._held[storage] = [entry for entry in there if entry[0]() is not None]
+            if not self._held[storage]:
+                del self._held[storage]
         for asked, held in holds:
             if type(held) is Aliased:
                 entry = ref(held), asked.is_read or is_checked
@@ -94,22 +101,27 @@ class Pieces:
         storages = {*map(_torch.storage_of, targets)}
         self._written |= storages
         self.copies.forget(storages)  # statistics are written without a new version
-        # Updates of statistics count no version up.
-        self._copy(storages, step.info.counts_before or step.updates, step.updates)
+        self._copy(step, storages)
 
-    def before_unseen_write(self) -> None:
+    def before_unseen_write(self, step: Step) -> None:
         """Anything may be written."""
         self.copies.clear()
-        self._copy({*self._held}, False, False)
+        self._copy(step, {*self._held})
 
-    def _copy(self, storages: Set[int | None], in_any_case: bool, only_read: bool) -> None:
+    def _copy(self, step: Step, storages: Set[int | None]) -> None:
         for storage in self._held.keys() & storages:
             for each, is_read in self._held[storage]:
                 held = each()
-                if held is None or (only_read and not is_read):
-                    continue
-                if in_any_case or not held.is_stale:
+                if held is not None and must_copy(step, held, is_read):
                     held.freeze()
+
+
+def must_copy(step: Step, held: Held, is_read: bool) -> bool:
+    """Whether something held is to be copied before a step writes there. `is_read`: an operator has
+    read it, so a replay would notice updates of statistics, which count no version up."""
+    if step.updates:
+        return is_read
+    return step.info.counts_before or not held.is_stale
 
 
 class Sizes:

@@ -113,7 +113,7 @@ class Position:
         if is_new:
             self._add(step, [*results])
         if event is UNSEEN:
-            self.store.before_unseen_writes()
+            self.store.before_unseen_writes(step)
         self.store.has_been_written(step.writes)
         self._go_to(step)
         return step

@@ -110,13 +110,6 @@ class Varying:
     kind: type
 
 
-@dataclass(slots=True, eq=False)
-class Thing:
-    """Any object of this type, handed to an operator that is never replayed: a process group."""
-
-    kind: type
-
-
 class Like:
     """An argument of which an operator reads only the metadata: a replay gives it fresh memory."""
 

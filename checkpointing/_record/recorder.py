@@ -54,7 +54,6 @@ from .program import (
     Parts,
     Slot,
     Step,
-    Thing,
     Value,
 )
 from .store import Store
@@ -223,8 +222,9 @@ class Recorder(Memories):
         if place in info.targets:
             return self._map(self._target, arg)
         if step.effect:
+            # Any process group will do, since the operator is never replayed.
             is_object = isinstance(arg, torch.ScriptObject)
-            return Thing(type(arg)) if is_object else self._map(self._name, arg)
+            return type(arg) if is_object else self._map(self._name, arg)
         if step.reads_metadata and place == 0:
             return self._name(arg)
         return self._map(self._statistics if place in info.statistics else self._read, arg)

@@ -16,7 +16,7 @@ from .. import _torch
 from .._engine import Mover, aside, read_switches, thread
 from .follow import Follower
 from .ops import Info, info_of
-from .pieces import Pieces
+from .pieces import Ends, Pieces
 from .program import BROUGHT_BACK, UNSEEN, Program, Slot
 from .store import Store
 
@@ -27,6 +27,7 @@ _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 class Run(Follower):
     """One execution of a block."""
 
+    ends: Ends | None = None  # of its pieces, if the block is taken in pieces
     _announced: Tensor | None = None
     _keeper: Mover | None = None  # takes what `keep` is given
     _saver: Mover | None = None  # takes all that autograd saves, which is then kept
@@ -62,36 +63,37 @@ class Run(Follower):
     def end(self) -> None:
         """The block has ended, and holders have what they need."""
         self.store.release()
-        self.path, self.stocks, self.store.pieces = [], {}, None
+        self.path, self.stocks, self.store.pieces, self.ends = [], {}, None, None
         del self.known, self.cells  # they know what has been held
         self.is_over = True
 
     # ---- pieces
 
     def _begins_anew(self, info: Info) -> bool:
-        pieces = self.store.pieces
-        if pieces is None or pieces.end is None or self.sees_gathering:
+        ends = self.ends
+        if ends is None or self.sees_gathering:
             return False
         if self._here["region"] is not self:
             return False
         # What an operator writes may have been saved before it is there.
         if self.saved and (info.writes or info.statistics):
             return False
-        if not pieces.may_end(self.path, self.cells):
+        if not ends.may_be_here(self.path, self.cells):
             return False
         for slot in self.step.saves[: self.saved]:  # for the operator that comes next
             tensor = self.cells[slot.cell]()
             if tensor is not None and slot.hold is None:
                 self.keep_at(tensor)
-        self._begin_at(pieces.end())
+        self._begin_at(ends.end())
         return True
 
     def _begin_at(self, holder: int) -> None:
         """From here on the block is like another run, whose first holder is this one."""
         store = self.store
-        if store.pieces is None:
-            store.pieces = Pieces(None, self.program.history)
+        store.pieces = store.pieces or Pieces()
         store.pieces.leave(store.holds(), store.is_checked)
+        if self.ends is not None:
+            self.ends.begin()
         self.begin()
         self.stocks, store.first_holder = {}, holder
 

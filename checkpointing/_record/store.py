@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import _torch
 from .._engine import CPU_RNG, Aliased, Destination, Generators, Held, Mover, hold, thread
 from .ops import generators_of
-from .pieces import Pieces
+from .pieces import Pieces, must_copy
 from .program import NOT_WRITTEN, Cells, Hold, Step, Value
 
 _graph_task_id = _torch.graph_task_id
@@ -194,22 +194,19 @@ class Store:
         for memory in step.writes:
             for asked in self._on.pop(memory, ()):
                 held = self.held[asked.value]
-                if step.updates:  # of statistics: only operators that have read them find it
-                    if asked.is_read or self.is_checked:
-                        self._freeze(asked, held)
-                elif self._lies_apart(asked, held, targets):
+                if not step.updates and self._lies_apart(asked, held, targets):
                     self._on[memory].append(asked)
                     self.later.append((held.renew, ()))
-                elif step.info.counts_before or not held.is_stale:
+                elif must_copy(step, held, asked.is_read or self.is_checked):
                     self._freeze(asked, held)
 
-    def before_unseen_writes(self) -> None:
+    def before_unseen_writes(self, step: Step) -> None:
         """Copy all that is held, but parameters."""
         for asked, held in self.holds():
             if not (asked.is_parameter or held.is_stale):
                 self._freeze(asked, held)
         if self.pieces is not None:
-            self.pieces.before_unseen_write()
+            self.pieces.before_unseen_write(step)
         self._on.clear()
         self._new.clear()
 

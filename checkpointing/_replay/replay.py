@@ -33,7 +33,7 @@ from .._engine import (
     warn,
 )
 from .._plan import Group, Plan, Window, attach, plan_of
-from .._record import Path, Pieces, Run, Slot, Value, Wrapped, size_pieces, slots_of
+from .._record import Ends, Path, Pieces, Run, Slot, Value, Wrapped, size_pieces, slots_of
 from .execution import Execution, Work, fetch
 
 _MUCH, _NEARLY_ALL = 1 << 26, 0.9  # bytes that a block saves, and the part that backward needs
@@ -126,8 +126,8 @@ class Replay(Frame):
         run, history = self.run, self.run.program.history
         self.may_have_pieces = not history.in_pieces
         if history.in_pieces:
-            pieces = Pieces(self._end_piece, history)
-            run.store.placement, run.store.pieces = None, pieces
+            run.ends = Ends(self._end_piece, history)
+            run.store.placement, run.store.pieces = None, Pieces()
             run.holds_planned = False
             run.program.is_advised = True
 
@@ -147,9 +147,8 @@ class Replay(Frame):
         its plan, if it has one."""
         self.plan = plan = self._hand_over()
         run, program = self.run, self.run.program
-        pieces = run.store.pieces
-        if pieces is not None and pieces.end is not None:
-            if program.history.came_in((*self._pieces, id(run.step)), pieces.saved(run.path)):
+        if run.ends is not None:
+            if program.history.came_in((*self._pieces, id(run.step)), run.ends.saved(run.path)):
                 program.forget()
         elif self.may_have_pieces and program.history.went(self.is_new):
             size_pieces(plan.path, program.history)
@@ -191,10 +190,8 @@ class Replay(Frame):
         return plan  # type: ignore[no-any-return]
 
     def _stock_of(self, holder: Any) -> Stock:
-        try:
+        if hasattr(holder, "stock"):
             return holder.stock  # type: ignore[no-any-return]
-        except AttributeError:
-            pass
         slot, run = holder.slot, self.run
         run.program.history.stay_whole()
         if run.may_begin_anew():
@@ -302,15 +299,14 @@ class Replay(Frame):
         for all parts at once. It stays until the windows of the parts have run, or the graph task
         ends; what a part starts from, until that is in parts, too."""
         whole, memory = self._stock_of(holder), work.memory
-        stock = whole
         if not whole.group.parts:
             return whole
-        parts = memory.setdefault(whole, {})  # by holder
+        parts: dict[int, Stock] = memory.setdefault(whole, {})  # by holder
+        stock = parts.get(holder.slot, whole)
         while stock.group.parts:
-            if stock is not whole or holder.slot not in parts:
-                filled = self._fill(stock, work)
-                _drop(stock, parts)
-                parts.update(filled)
+            filled = self._fill(stock, work)
+            _drop(stock, parts)
+            parts.update(filled)
             stock = parts[holder.slot]
         _drop(stock, parts)
         if not parts:
