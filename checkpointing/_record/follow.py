@@ -331,8 +331,8 @@ class Follower(TorchDispatchMode, Position, Region):
             return
         mover = self.store.mover(answer) if isinstance(answer, Destination) else None
         self.keep_at(tensor, mover)
-        if mover is None and self.outer is not None:
-            self.outer.keep_for_inner(tensor)
+        if mover is None:
+            Region.keep_for_inner(self, tensor)
 
     def _decide(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
         """Keep what a plan, or the answer of the policy, keeps of an operator's results."""
@@ -352,9 +352,8 @@ class Follower(TorchDispatchMode, Position, Region):
         """Hold what a plan keeps after this step: that of the last run, until this one goes another
         way; then one that keeps what has been held so far."""
         store = self.store
-        plans = [each[0] for each in step.keeps]
-        if self.plan not in plans and (self.plan is None or not self.plan.passes(step)):
-            plans = [plan for plan in plans if plan.can_go_on(store.held, step)]
+        if self.plan is None or not self.plan.passes(step):
+            plans = [plan for plan, *_ in step.keeps if plan.can_go_on(store.held, step)]
             self.use_plan(plans[-1] if plans else None)
         for plan, asked, counts in step.keeps:
             if plan is self.plan:

@@ -102,10 +102,13 @@ class Matcher:
 
     def _meets(self, first: First, arg: Any, met: list[Tensor]) -> bool:
         """Whether this is a tensor, and comes from where it came from then."""
-        if not isinstance(arg, Tensor) or self.of(arg, met) != first.origin:
+        if not isinstance(arg, Tensor):
+            return False
+        is_whole = _is_whole_parameter(arg)
+        if self.of(arg, is_whole, met) != first.origin:
             return False
         is_one = first.is_parameter
-        if not _is_whole_parameter(arg):
+        if not is_whole:
             is_one = first.is_lent or is_parameter(root_of(arg)) is first.is_parameter
             is_one = is_one and first.refers is None
         if is_one:
@@ -135,8 +138,9 @@ class Matcher:
 
     # ---- memory
 
-    def of(self, tensor: Tensor, met: Sequence[Tensor] = ()) -> Origin:
-        """The origin of a tensor that no cell has. `met` are those that take the next cells."""
+    def of(self, tensor: Tensor, is_whole: bool, met: Sequence[Tensor]) -> Origin:
+        """The origin of a tensor that no cell has; `is_whole`: it is a parameter itself. `met` are
+        those that take the next cells."""
         if not _has_storage(tensor):
             return OWN
         place = _storage_id(tensor)
@@ -146,7 +150,7 @@ class Matcher:
         for number, other in enumerate(met) if met else ():
             if _storage_of(other) == place:
                 return len(cells) + number
-        if not _is_whole_parameter(tensor):
+        if not is_whole:
             if self._is_made(place):
                 return ON_MADE
             if _torch.is_zeros(tensor):

@@ -67,9 +67,10 @@ class Path:
             self.parts[cell] = self.parts[base]
         elif len(step.memories) > 1:  # only then is it worth it to go down to what it is a view of
             line = self._line(base)
-            makers = [self.steps[self._maker[each]] for each in line if each in self._maker]
-            is_made = line[-1] in self._maker
-            if is_made and all(maker.info.base not in _OVERLAPPING for maker in makers):
+            made_by = {
+                self.steps[self._maker[each]].info.base for each in line if each in self._maker
+            }
+            if line[-1] in self._maker and made_by.isdisjoint(_OVERLAPPING):
                 self.parts[cell] = cell
 
     def _add_first(self, first: First) -> None:
@@ -126,9 +127,9 @@ class Path:
         return version == max(self.writers.get(self.memory_of[cell], ()), default=NOT_WRITTEN)
 
     def there_after(self, value: Value) -> int:
-        """The step after which a run can keep a value."""
+        """The step after which a run can keep a value; -1 if it is there from the beginning."""
         cell, version = value
-        return max(self._maker[cell], version)
+        return max(self._maker.get(cell, NOT_WRITTEN), version)
 
     def slice_of(self, values: Iterable[Value], without: Set[Value] = frozenset()) -> Slice:
         """The steps that make these values, in order, and what they start from, but for kept values
@@ -185,13 +186,11 @@ class Path:
     def maker_of(self, value: Value) -> Step | None:
         """The operator that made a value, for reports; None if it is from outside, or something
         unseen has written it."""
-        cell, version = value
-        for step in reversed(self.steps):
-            if step.index != version and self._maker.get(cell) != step.index:
-                continue
-            if not step.reads or not (step.is_view or step.event):
+        while (index := self.there_after(value)) >= 0:
+            step = self.steps[index]
+            if not (step.is_view or step.event) or not step.reads:
                 return step if step.func else None
-            cell, version = step.reads[0]
+            value = step.reads[0]
         return None
 
     def writes_to(self, step: Step, cell: int) -> bool:
@@ -217,4 +216,4 @@ class Path:
 
 
 # Views that may show an element more than once, or what their base does not.
-_OVERLAPPING = ("as_strided", "expand", "unfold")
+_OVERLAPPING = frozenset({"as_strided", "expand", "unfold"})

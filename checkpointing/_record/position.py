@@ -124,11 +124,8 @@ class Position:
 
     def keep_at(self, tensor: Tensor, mover: Mover | None = None) -> None:
         """Hold a value where the mover says; None: as an input."""
-        if hasattr(tensor, "__tensor_flatten__"):
-            for part in _torch.plain_parts(tensor):
-                self.keep_at(part, mover)
-        elif _torch.has_storage(tensor):
-            for asked in self._event(KEEP, (tensor,)).decides:
+        for part in filter(_torch.has_storage, _torch.plain_parts(tensor)):
+            for asked in self._event(KEEP, (part,)).decides:
                 self.store.keep(asked, mover)
 
     def _branch(self) -> Step:

@@ -90,7 +90,8 @@ class Recorder(Memories):
 
     def _meet(self, tensor: Tensor) -> First:
         """A tensor that is not known takes the next cell."""
-        cell, origin = len(self.memory_of), self._known.of(tensor, self.met)
+        cell, is_whole = len(self.memory_of), _torch.is_whole_parameter(tensor)
+        origin = self._known.of(tensor, is_whole, self.met)
         there = self.memory_at(tensor)
         memory = there if origin is ON_MADE else None
         if type(origin) is int:

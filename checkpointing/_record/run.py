@@ -39,13 +39,12 @@ class Run(Follower):
         preserve_rng_state: bool | str,
         policy: Any,
     ) -> None:
-        self.outer = outer = thread.region
-        self.policy = outer.policy if policy is None and outer is not None else policy
+        self.outer = thread.region
+        self.policy = policy or getattr(self.outer, "policy", None)
         store = Store(hooks, preserve_rng_state)
         super().__init__(program, store)
         self.switches = read_switches()
         self.around = hooks
-        self.stocks: dict[int, Any] = {}  # by slot: what a backward inside the block starts from
         if self.policy is not None:
             self._ask = self.policy.on_op
             kept, saved, inputs = self.policy.places
@@ -63,7 +62,7 @@ class Run(Follower):
     def end(self) -> None:
         """The block has ended, and holders have what they need."""
         self.store.release()
-        self.path, self.stocks, self.store.pieces, self.ends = [], {}, None, None
+        self.path, self.store.pieces, self.ends = [], None, None
         del self.known, self.cells  # they know what has been held
         self.is_over = True
 
@@ -95,7 +94,7 @@ class Run(Follower):
         if self.ends is not None:
             self.ends.begin()
         self.begin()
-        self.stocks, store.first_holder = {}, holder
+        store.first_holder = holder
 
     # ---- a backward inside the block
 

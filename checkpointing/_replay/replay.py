@@ -103,6 +103,7 @@ class Replay(Frame):
         self._ends: list[int] = []  # operators before these
         self.plan: Plan | None = None  # when the block has ended
         self._order: list[ref[Moved]] | None = None
+        self._stocks: dict[int, Stock] = {}  # by slot: what a backward inside the block starts from
 
     # ---- what the holders get
 
@@ -168,6 +169,7 @@ class Replay(Frame):
                 stock = Stock(group, store.held, store, alive)
                 for slot in alive:
                     holders[owners[slot]].stock = stock
+        self._stocks = {}
         return plan
 
     def _find_plan(self) -> Plan:
@@ -198,12 +200,12 @@ class Replay(Frame):
             self._leave()
             run.begin_anew(self.holders)
             return holder.stock  # type: ignore[no-any-return]
-        if slot not in run.stocks:  # a backward inside the block
+        if slot not in self._stocks:  # a backward inside the block
             store = run.store
             for group in self._find_plan().groups_for(run):
                 stock = Stock(group, store.held, store, group.slots)
-                run.stocks.update((stock.owner(slot), stock) for slot in group.slots)
-        return run.stocks[slot]  # type: ignore[no-any-return]
+                self._stocks.update((stock.owner(slot), stock) for slot in group.slots)
+        return self._stocks[slot]
 
     # ---- as a frame
 
