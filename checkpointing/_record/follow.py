@@ -85,21 +85,20 @@ class Follower(TorchDispatchMode, Position, Region):
         if kwargs:
             names, given = (*kwargs,), (*args, *kwargs.values())
         call = func, _is_grad_enabled(), len(args), names
-        mark = len(self.cells)
         step = self.known.find(following, call, given)
         if step is None:
             return self._do_something_new(call, types, args, kwargs)
         if step.is_special or (step.writes and self.store.holds_on(step.writes)):
-            return self._run(step, args, kwargs, mark)
+            return self._run(step, args, kwargs)
         try:
             result = step.run(*args, **kwargs) if kwargs else step.run(*args)
         except BaseException:
-            self._has_failed(step, args, kwargs, mark)
+            self._has_failed(step, args, kwargs)
             raise
         if type(result) is Tensor:
             self.cells.append(ref(result))
         else:
-            step = self._take(step, args, kwargs, result, mark)
+            step = self._take(step, args, kwargs, result)
         self.step = step
         self.saved = 0
         self.path.append(step)
@@ -160,7 +159,7 @@ class Follower(TorchDispatchMode, Position, Region):
 
     # ---- running
 
-    def _run(self, step: Step, args: Any, kwargs: Any, mark: int) -> Any:
+    def _run(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Run an operator that also writes, draws random numbers, or reads what has to be held."""
         store, state = self.store, None
         try:
@@ -174,10 +173,12 @@ class Follower(TorchDispatchMode, Position, Region):
             if type(result) is Tensor:
                 self.cells.append(ref(result))
             else:
-                step = self._take(step, args, kwargs, result, mark)
+                step = self._take(step, args, kwargs, result)
         except BaseException:
-            self._has_failed(step, args, kwargs, mark)
+            self._has_failed(step, args, kwargs)
             raise
+        if step.count is None:
+            self._add_new(step, args, kwargs, result)
         self._go_to(step)
         if step.draws and store.has_drawn(step, state):
             self._later += [(self._obey, (True, tensor)) for tensor in tensors_of(result)]
@@ -192,8 +193,7 @@ class Follower(TorchDispatchMode, Position, Region):
             self._lend(tensors_of(kwargs.get("out")))
         if info.custom or info.sizes_depend_on_data:
             store.shapes[step.index] = shapes_of(result)
-        if step.decides:
-            self._hold_decisions(step)
+        self._hold_decisions(step)
         if step.fills_part and len(step.writes) == 1:
             (target,) = info.targets_of(args, kwargs)
             if store.has_filled(step.writes[0], target):
@@ -237,37 +237,33 @@ class Follower(TorchDispatchMode, Position, Region):
             if info.is_uncounted:
                 torch.autograd.graph.increment_version(targets)
 
-    def _take(self, step: Step, args: Any, kwargs: Any, result: Any, mark: int) -> Step:
+    def _take(self, step: Step, args: Any, kwargs: Any, result: Any) -> Step:
         """Put the tensors of a result into the next cells. Returns the step that this was: with as
         many results."""
         tensors = tensors_of(result)
         # `split`, `unbind`: as many as there is room for.
-        if step.count is not None and len(tensors) != step.count:
-            return self._with_other_results(step, args, kwargs, tensors, mark)
+        if step.count not in (None, len(tensors)):
+            return self._with_other_results(step, args, kwargs, result)
         self.cells += map(ref, tensors)
         return step
 
-    def _with_other_results(
-        self, step: Step, args: Any, kwargs: Any, tensors: list[Tensor], mark: int
-    ) -> Step:
-        self._forget(mark)
-        given = (*args, *kwargs.values())
+    def _with_other_results(self, step: Step, args: Any, kwargs: Any, result: Any) -> Step:
+        self._forget(step)
+        tensors, given = tensors_of(result), (*args, *kwargs.values())
         following = tuple([other for other in self.step.next if other.count == len(tensors)])
-        other = self.known.find(following, step.call, given)
-        is_new = other is None
-        if other is None:
-            other = self._new_step(step.call, args, kwargs)
+        known = self.known.find(following, step.call, given)
+        other = known or self._new_step(step.call, args, kwargs)
         self._prepare(other, args, kwargs)
         self.cells += map(ref, tensors)
-        if is_new:
-            self._add(other, tensors)
+        if known is None:
+            self._add_new(other, args, kwargs, result)
         self._hold_decisions(other)
         return other
 
-    def _has_failed(self, step: Step, args: Any, kwargs: Any, mark: int) -> None:
+    def _has_failed(self, step: Step, args: Any, kwargs: Any) -> None:
         """An operator has raised. Nobody has seen what it has written before that."""
-        self._forget(mark)
-        self.store.forget(mark, step.index)
+        self._forget(step)
+        self.store.forget(step)
         self._recorder = None
         for tensor in step.info.targets_of(args, kwargs):
             self.written_unseen(tensor)
@@ -279,27 +275,24 @@ class Follower(TorchDispatchMode, Position, Region):
             return info.run(*args, **kwargs)
         if self._sees_more() or self._begins_anew(info):
             return self.__torch_dispatch__(func, types, args, kwargs)
-        mark = len(self.cells)
         self.own_program()
         given = (*args, *kwargs.values())
         step = self.known.find_with_other_numbers(self.step.next, call, given)
-        if step is not None:
-            return self._run(step, args, kwargs, mark)
-        step = self._new_step(call, args, kwargs)
-        result = self._run(step, args, kwargs, mark)
-        if self.store.placement is not None:
-            step.flops = _torch.flops_of(func, args, kwargs, result)
-        self._add(step, tensors_of(result))
-        self._hold_decisions(step)
-        return result
+        return self._run(step or self._new_step(call, args, kwargs), args, kwargs)
 
     def _new_step(self, call: Any, args: Any, kwargs: Any) -> Step:
+        """A step that is added to the program when it has run."""
         self.own_program()
         given = by_place(args, kwargs)
         step = self._recorder_here().step(self.step, call, info_of(call[0]), given)
         if self.note is not None:
             step.note = self.note()
         return step
+
+    def _add_new(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
+        if self.store.placement is not None:
+            step.flops = _torch.flops_of(step.func, args, kwargs, result)
+        self._add(step, tensors_of(result))
 
     # ---- what a run does beside following
 

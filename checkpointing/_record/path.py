@@ -67,10 +67,9 @@ class Path:
             self.parts[cell] = self.parts[base]
         elif len(step.memories) > 1:  # only then is it worth it to go down to what it is a view of
             line = self._line(base)
-            made_by = {
-                self.steps[self._maker[each]].info.base for each in line if each in self._maker
-            }
-            if line[-1] in self._maker and made_by.isdisjoint(_OVERLAPPING):
+            makers = [self.steps[self._maker[each]] for each in line if each in self._maker]
+            is_made = line[-1] in self._maker
+            if is_made and _OVERLAPPING.isdisjoint([maker.info.base for maker in makers]):
                 self.parts[cell] = cell
 
     def _add_first(self, first: First) -> None:

@@ -47,10 +47,10 @@ class Position:
         self.known = Matcher(self.store)
         self._recorder: Recorder | None = None
 
-    def _forget(self, mark: int) -> None:
-        """The cells from here on are empty again."""
-        del self.cells[mark:]
-        self.known.forget(mark)
+    def _forget(self, step: Step) -> None:
+        """The cells from this step on are empty again."""
+        del self.cells[step.cells_before :]
+        self.known.forget(step.cells_before)
 
     def _go_to(self, step: Step) -> None:
         """This is the step that has just been taken."""

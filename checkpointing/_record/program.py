@@ -162,6 +162,7 @@ class Step:
     event: str | None = None
     count: int | None = None  # of its results; not known before it has run
     grad_mode: bool = True  # kernels may look at it
+    cells_before: int = 0  # how many cells the path has filled before it
     reads: tuple[Value, ...] = ()
     writes: tuple[int, ...] = ()  # memories
     targets: tuple[int, ...] = ()  # cells that it writes to

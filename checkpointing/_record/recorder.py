@@ -144,6 +144,7 @@ class Recorder(Memories):
         """What an operator is about to do with these arguments."""
         func, grad_mode, count, names = call
         self._step = step = Step(parent, func, call, info, grad_mode=grad_mode)
+        step.cells_before = len(self.memory_of)
         step.plain = _COMPARED[info.has_sizes, _has_usual_floats(given.values())]
         has_zeros = any(map(_torch.is_zeros, tensors_of([*given.values()])))
         step.run = _torch.with_zeros(info.run) if has_zeros else info.run

@@ -244,10 +244,10 @@ class Store:
         live = self.cells[asked.value[0]]()
         held.freeze(None if live is None else lambda: _torch.copy(live))
 
-    def forget(self, mark: int, index: int) -> None:
-        """A step has failed. The cells from `mark` on are empty again."""
-        self._drop([value for value in self.held if value[0] >= mark])
-        self.numbers.pop(index, None)
+    def forget(self, step: Step) -> None:
+        """A step has failed. The cells from it on are empty again."""
+        self._drop([value for value in self.held if value[0] >= step.cells_before])
+        self.numbers.pop(step.index, None)
 
     def let_go(self, kept: Container[Value]) -> None:
         """Of what plans keep, hold only this."""
