@@ -13,29 +13,35 @@ base.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from .. import _torch
-from .program import Step, Value
+from .memories import Memories
+from .program import Hold, Step, Value
 
 _INDICES = (torch.int64, torch.int32)
 _FEW = 1 << 16  # bytes of decisions that are always held; else an eighth of what autograd saves
 
 
-def find_decisions(
-    step: Step, unsure: dict[Value, Tensor], made: dict[Value, Tensor], limit: int
-) -> list[Value]:
-    """The decisions that a new step takes or reads, up to `limit` bytes. Its sure results are noted
-    in the step. `unsure` is what it reads and a replay may make otherwise, `made` its results."""
+def find_decisions(known: Memories, step: Step, results: Iterable[Tensor], limit: int) -> None:
+    """Note which results of a new step are sure, and the decisions that it takes or reads, up to
+    `limit` bytes."""
+    cells = [cell for cell, _ in step.memories]
+    unsure = {
+        value: known.tensor_in(value[0]) for value in step.reads if not known.is_sure(value[0])
+    }
     if step.is_view:
-        step.sure = () if unsure else tuple([cell for cell, _ in made])
-        return []
+        step.sure = () if unsure else tuple(cells)
+        return
+    made = dict(zip(map(known.value, cells), results, strict=True))
     decided: dict[Value, Tensor] = {}
     if step.info.sizes_depend_on_data and unsure:
         decided = {value: read for value, read in unsure.items() if not _is_rounded(read)}
         # Of rounded numbers alone (`unique`), the results are all there is to hold.
-        if not decided and len(unsure) == len(step.reads):
+        if not decided and unsure.keys() == {*step.reads}:
             decided = made
     is_exact = step.info.is_pointwise or not step.reads
     for value, tensor in made.items():
@@ -43,12 +49,10 @@ def find_decisions(
             step.sure += (value[0],)
         elif tensor.dtype in _INDICES and not step.info.pools:
             decided[value] = tensor
-    found = []
     for value, tensor in decided.items():
         limit -= _torch.memory_size(tensor)
         if limit >= 0:
-            found.append(value)
-    return found
+            step.decides += (Hold(value, known.memory_of[value[0]].number),)
 
 
 def most_bytes(saved: int, decided: int) -> int:

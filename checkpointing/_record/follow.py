@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch
-from .._engine import Destination, Region, note_written, thread
+from .._engine import Region, note_written, thread
 from .compiled import INDUCTOR, CompiledCode
 from .gathered import Gathering
 from .ops import Info, by_place, info_of, tensors_of
@@ -322,7 +322,7 @@ class Follower(TorchDispatchMode, Position, Region):
         """Do what the policy has answered."""
         if not answer:
             return
-        mover = self.store.mover(answer) if isinstance(answer, Destination) else None
+        mover = self.store.mover(answer)
         self.keep_at(tensor, mover)
         if mover is None:
             Region.keep_for_inner(self, tensor)

@@ -116,6 +116,11 @@ class Memories:
                 memory.state = OUTSIDE
                 memory.write(index)
 
+    def is_sure(self, cell: int) -> bool:
+        """Whether a replay gives the same again in a cell."""
+        memory = self.memory_of[cell]
+        return memory.state is OUTSIDE or cell in memory.sure
+
     def add_decisions(self, step: Step) -> None:
         """Learn which values are sure after a step."""
         for number in () if step.sure else step.writes:

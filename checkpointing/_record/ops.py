@@ -17,48 +17,48 @@ class Info:
     """The traits of one operator."""
 
     custom: bool
-    may_draw: bool
 
     def __init__(self, func: Any) -> None:
         full_name: str = func.name() if isinstance(func, _torch.OpOverload) else str(func)
-        self.name = full_name.partition(".")[0]
-        self.space, _, self.base = self.name.partition("::")
+        name = full_name.partition(".")[0]
+        space, _, self.base = name.partition("::")
+        tags = getattr(func, "tags", ())
         self.func = func  # held, since INFOS finds it by its id
         self.run = _torch.quick_call(func)
-        self.statistics, self._switch = STATISTICS.get(self.name, ((), None))
-        self.communicates = self.space in COMMUNICATION
-        self.gathers = self.space == "fsdp"  # parameters into memory that is given back
-        tags = getattr(func, "tags", ())
+        self.statistics, self._switch = STATISTICS.get(name, ((), None))
+        self.communicates = space in COMMUNICATION
+        self.gathers = space == "fsdp"  # parameters into memory that is given back
         # Custom operators may draw random numbers without torch's tag: compare the generators.
-        self.custom = self.space not in ("aten", "prim", "prims")
+        self.custom = space not in ("aten", "prim", "prims")
         self.may_draw = self.custom or torch.Tag.nondeterministic_seeded in tags
-        self._read(getattr(func, "_schema", _UNKNOWN))
-        if self.writes:  # with `out=`
-            self.writes += self.statistics
-        self.targets: tuple[int | str, ...] = self.writes
-        if self.communicates:  # its schema does not show its writes
-            self.targets = (0, "out") if self.base.endswith("_") else ("out",)
         self.is_pointwise = torch.Tag.pointwise in tags or func is _torch.CAST
         self.sizes_depend_on_data = torch.Tag.dynamic_output_shape in tags
         self.pools = "_pool" in self.base  # its indices are for autograd alone
+        # In a mode, torch does not count versions up for these: each block does.
+        self.is_uncounted = self.base.startswith("_foreach_")
         # It allocates memory without filling it.
-        self.allocates = self.name == "aten::resize_" or self.name.startswith(_ALLOCATE)
-        # It does not read the memory that it writes.
-        writes_out = all(type(place) is str for place in self.writes)
-        self.overwrites = writes_out or self.base in OVERWRITES
+        self.allocates = name == "aten::resize_" or name.startswith(_ALLOCATE)
         # Its first argument only lends its metadata. Else a dropout mask would need the matrix
         # product before it in every replay.
         self.metadata_only = _READS_METADATA.match(full_name) is not None
+        self._read(getattr(func, "_schema", _UNKNOWN))
         INFOS[id(func)] = self  # last, since other threads look there
 
     def _read(self, schema: Any) -> None:
         """Find its writes and the kind of its results."""
         results = [result for result in schema.returns if "Tensor" in str(result.type)]
-        self.writes: tuple[int | str, ...] = tuple(
+        writes: tuple[int | str, ...] = tuple(
             argument.name if argument.kwarg_only else place
             for place, argument in enumerate(schema.arguments)
             if argument.alias_info and argument.alias_info.is_write
         )
+        self.writes = writes + self.statistics if writes else ()  # with `out=`
+        # It does not read the memory that it writes.
+        writes_out = all(type(place) is str for place in self.writes)
+        self.overwrites = writes_out or self.base in OVERWRITES
+        self.targets = self.writes
+        if self.communicates:  # its schema does not show its writes
+            self.targets = (0, "out") if self.base.endswith("_") else ("out",)
         names = [argument.name for argument in schema.arguments]
         # The place of an offset from the beginning of the storage.
         self.offset = names.index("storage_offset") if "storage_offset" in names else None
@@ -67,8 +67,6 @@ class Info:
         is_new = [result.alias_info is None for result in results]
         does_something = any([self.writes, self.communicates, *is_new])
         self.is_view = self.base == "set_" or not does_something
-        # In a mode, torch does not count versions up for these: each block does.
-        self.is_uncounted = self.base.startswith("_foreach_")
         types = " ".join([str(each.type) for each in (*schema.arguments, *results)])
         # Without tensors, they belong to torch's profiler, or to other processes.
         self.is_passed = self.base in PASSED or "Tensor" not in types
@@ -137,7 +135,7 @@ def info_of(func: Any) -> Info:
 
 
 NO_OPERATOR = Info(None)  # of what happens between two operators
-NO_OPERATOR.custom = NO_OPERATOR.may_draw = False
+NO_OPERATOR.custom = False
 
 
 def by_place(args: Any, kwargs: dict[str, Any]) -> dict[Any, Any]:

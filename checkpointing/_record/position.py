@@ -114,7 +114,8 @@ class Position:
             self._add(step, [*results])
         if event is UNSEEN:
             self.store.before_unseen_writes(step)
-        self.store.has_been_written(step.writes)
+        elif step.writes:
+            self.store.has_been_written(step.writes)
         self._go_to(step)
         return step
 

@@ -54,7 +54,6 @@ from .program import (
     Parts,
     Slot,
     Step,
-    Value,
 )
 from .store import Store
 
@@ -163,8 +162,8 @@ class Recorder(Memories):
         if given.get(info.offset) is not None:
             step.offset = info.offset
         step.is_prepared = any((step.holds, step.reads_metadata, step.offset is not None))
-        is_noted = step.updates or step.draws or step.fills_part
-        step.is_special = step.is_prepared or is_noted or step.effect
+        is_noted = any((step.updates, step.draws, step.fills_part, step.effect))
+        step.is_special = step.is_prepared or is_noted
         return self._end(step)
 
     def _end(self, step: Step) -> Step:
@@ -300,22 +299,11 @@ class Recorder(Memories):
             step.memories += ((cell, memory.number),)
         self.add(step)
         if step.event is None and not step.effect:
-            self._decide(step, results, limit)
+            find_decisions(self, step, results, limit)
         self.add_decisions(step)
         if info.sizes_depend_on_data:
             step.line = entered_from(sys._getframe(1))
         step.is_special |= bool(step.decides) or info.sizes_depend_on_data
-
-    def _decide(self, step: Step, results: list[Tensor], limit: int) -> None:
-        unsure: dict[Value, Tensor] = {}
-        for value in step.reads:
-            memory = self.memory_of[value[0]]
-            if memory.state is not OUTSIDE and value[0] not in memory.sure:
-                unsure[value] = self.tensor_in(value[0])
-        cells = [cell for cell, _ in step.memories]
-        made = dict(zip(map(self.value, cells), results, strict=True))
-        found = find_decisions(step, unsure, made, limit)
-        step.decides = tuple([Hold(value, self.memory_of[value[0]].number) for value in found])
 
     def event(self, parent: Step, event: str, args: tuple[Any, ...]) -> Step:
         """What has happened that is no operator: `keep`, `opaque`, a write that nobody saw."""

@@ -82,10 +82,11 @@ class Store:
         self._on: dict[int, list[Hold]] = defaultdict(list)  # what is held, by memory
         self._new: list[Hold] = []  # and is not there yet
 
-    def mover(self, destination: Destination | None) -> Mover | None:
-        if destination is None:
+    def mover(self, place: Answer | None) -> Mover | None:
+        """Who takes tensors to a place; None if nobody has to."""
+        if not isinstance(place, Destination):
             return None
-        return self.movers.setdefault(destination, Mover(destination))
+        return self.movers.setdefault(place, Mover(place))
 
     def settle(self) -> None:
         """The last operator has returned."""
@@ -217,10 +218,10 @@ class Store:
 
     def has_been_written(self, memories: tuple[int, ...]) -> None:
         """Nobody saw it: it is too late to copy."""
-        self.holds_on(memories)
-        for memory in memories:
-            self._on.pop(memory, None)
-        if memories and self.pieces is not None:
+        if self.holds_on(memories):
+            for memory in memories:
+                self._on.pop(memory, None)
+        if self.pieces is not None:
             self.pieces.copies.clear()
 
     def has_filled(self, memory: int, part: Tensor) -> bool:

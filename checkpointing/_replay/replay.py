@@ -369,7 +369,7 @@ class Replay(Frame):
         paths: dict[Any, Path] = {stock: stock.group.path for stock in found}
         if self.plan is None:  # the block still runs
             paths[self.run.store] = self.run.so_far()
-        seen: set[int] = set()  # in another stock
+        seen: set[int] = set()  # by id: several stocks may have it
         for stock, path in paths.items():
             for value, held in stock.held.items():
                 if not (held.is_parameter or id(held) in seen):
