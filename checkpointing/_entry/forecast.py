@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from .. import _torch
 from .._engine import CPU_RNG, Generators, entered_from, root_of, unpack
 from .._plan import Block, Cost, Outlook
-from .._record import Placement, Program, Run, Step, tensors_of
+from .._record import Placement, Program, Run, Step
 from .._replay import Replay
 from .._rerun import Moment
 from .api import disabled
@@ -110,10 +110,7 @@ class _Rehearsal(Run):
 
     def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
         if step.effect or step.updates:
-            written = step.info.targets_of(args, kwargs)
-            if step.updates:
-                written += tensors_of([args[place] for place in step.info.statistics])
-            for tensor in written:
+            for tensor in step.written(args, kwargs):
                 storage = _torch.storage_id(tensor)
                 if storage not in self.moments:
                     base = root_of(tensor)

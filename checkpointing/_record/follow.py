@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -169,11 +170,8 @@ class Follower(TorchDispatchMode, Position, Region):
                 self._before_write(step, args, kwargs)
             if step.draws:
                 state = store.generators(step, args, kwargs)
-            result = step.run(*args, **kwargs) if kwargs else step.run(*args)
-            if type(result) is Tensor:
-                self.cells.append(ref(result))
-            else:
-                step = self._take(step, args, kwargs, result)
+            result = step.run(*args, **kwargs)
+            step = self._take(step, args, kwargs, result)
         except BaseException:
             self._has_failed(step, args, kwargs)
             raise
@@ -181,7 +179,7 @@ class Follower(TorchDispatchMode, Position, Region):
             self._add_new(step, args, kwargs, result)
         self._go_to(step)
         if step.draws and store.has_drawn(step, state):
-            self._later += [(self._obey, (True, tensor)) for tensor in tensors_of(result)]
+            self._later += [partial(self._obey, True, tensor) for tensor in tensors_of(result)]
         self._has_run(step, args, kwargs, result)
         if step.keeps or self._ask is not None:
             self._decide(step, args, kwargs, result)
@@ -195,9 +193,9 @@ class Follower(TorchDispatchMode, Position, Region):
             store.shapes[step.index] = shapes_of(result)
         self._hold_decisions(step)
         if step.fills_part and len(step.writes) == 1:
-            (target,) = info.targets_of(args, kwargs)
-            if store.has_filled(step.writes[0], target):
-                self._later.append((self._event, (FILLED, (target,))))
+            for target in info.targets_of(args, kwargs):
+                if store.has_filled(step.writes[0], target):
+                    self._later.append(partial(self._event, FILLED, (target,)))
 
     def _hold(self, asked: Hold) -> None:
         if asked.is_lent:
@@ -219,23 +217,16 @@ class Follower(TorchDispatchMode, Position, Region):
             self._hold(asked)
 
     def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
-        store, info, pieces = self.store, step.info, self.store.pieces
-        if step.updates:
-            if pieces is not None:
-                pieces.before_write(step, tensors_of([args[n] for n in info.statistics]))
-            if store.holds_on(step.writes):
-                store.before_write(step, [])
-            return
-        is_heard = self.around is not None or pieces is not None or info.is_uncounted
-        if store.holds_on(step.writes) or (step.effect and is_heard):
-            targets = info.targets_of(args, kwargs)
+        store, info = self.store, step.info
+        is_outside = step.effect or step.updates
+        is_heard = self.around is not None or store.pieces is not None or info.is_uncounted
+        if store.holds_on(step.writes) or (is_outside and is_heard):
+            written = step.written(args, kwargs)
             if step.effect:
-                note_written(self.around, {*map(_torch.storage_of, targets)})
-                if pieces is not None:
-                    pieces.before_write(step, targets)
-            store.before_write(step, targets)
+                note_written(self.around, {*map(_torch.storage_of, written)})
+            store.before_write(step, written)
             if info.is_uncounted:
-                torch.autograd.graph.increment_version(targets)
+                torch.autograd.graph.increment_version(written)
 
     def _take(self, step: Step, args: Any, kwargs: Any, result: Any) -> Step:
         """Put the tensors of a result into the next cells. Returns the step that this was: with as
@@ -310,7 +301,7 @@ class Follower(TorchDispatchMode, Position, Region):
         """Hold something when an operator has returned: one that writes has still to count versions
         up."""
         if step.writes:
-            self._later.append((hold, asked))
+            self._later.append(partial(hold, *asked))
         else:
             hold(*asked)
 
@@ -339,7 +330,7 @@ class Follower(TorchDispatchMode, Position, Region):
             return
         answer = self._ask(step.func, args, dict(kwargs), result)
         if answer:  # when the operator has returned, which has still to count versions up
-            self._later += [(self._obey, (answer, tensor)) for tensor in tensors_of(result)]
+            self._later += [partial(self._obey, answer, tensor) for tensor in tensors_of(result)]
 
     def _keep_planned(self, step: Step) -> None:
         """Hold what a plan keeps after this step: that of the last run, until this one goes another

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .history import History
-from .ops import NO_OPERATOR, Info
+from .ops import NO_OPERATOR, Info, tensors_of
 
 # A cell, and the last step that wrote to its memory; NOT_WRITTEN if none has.
 Value = tuple[int, int]
@@ -204,6 +204,12 @@ class Step:
     def is_counted(self) -> bool:
         """Whether it computes something, and can be replayed."""
         return not any((self.event, self.is_view, self.effect))
+
+    def written(self, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors that a call with these arguments writes, statistics included."""
+        statistics = self.info.statistics if self.updates else ()
+        written = tensors_of([args[place] for place in statistics])
+        return self.info.targets_of(args, kwargs) + written
 
     def vary(self, places: list[int]) -> None:
         """From here on these arguments may be any numbers."""

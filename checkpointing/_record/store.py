@@ -59,7 +59,7 @@ class Store:
         self.pieces: Pieces | None = None  # of a block whose paths never come again
         self._depth = thread.depth
         # What to do when the last operator has returned, which has still to count versions up.
-        self.later: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self.later: list[Callable[[], Any]] = []
 
     def begin(self) -> None:
         """Hold nothing, and count from 0."""
@@ -91,8 +91,7 @@ class Store:
     def settle(self) -> None:
         """The last operator has returned."""
         while self.later:
-            function, given = self.later.pop(0)
-            function(*given)
+            self.later.pop(0)()
 
     def parameter(self, cell: int) -> Tensor | None:
         """The parameter in a cell, if it is held by itself."""
@@ -192,12 +191,14 @@ class Store:
 
     def before_write(self, step: Step, targets: list[Tensor]) -> None:
         """Copy what is held where a step writes."""
+        if self.pieces is not None and (step.effect or step.updates):
+            self.pieces.before_write(step, targets)
         for memory in step.writes:
             for asked in self._on.pop(memory, ()):
                 held = self.held[asked.value]
                 if not step.updates and self._lies_apart(asked, held, targets):
                     self._on[memory].append(asked)
-                    self.later.append((held.renew, ()))
+                    self.later.append(held.renew)
                 elif must_copy(step, held, asked.is_read or self.is_checked):
                     self._freeze(asked, held)
 

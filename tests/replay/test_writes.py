@@ -104,6 +104,13 @@ class Programs:
         return a.exp().sum() * (x * b)
 
     @case
+    def two_parts_filled_by_one_operator(x, y):
+        ends = torch.empty(2, 6, dtype=x.dtype)
+        with torch.no_grad():
+            torch.aminmax(x * y, dim=0, out=(ends[0], ends[1]))
+        return (x * ends.sum(0)).sin() * y
+
+    @case
     def untagged_custom_random_op(x, y):
         h = noisy(x.sin())
         return h * h.exp() * torch.rand_like(x)
