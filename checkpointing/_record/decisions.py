@@ -21,14 +21,15 @@ from torch import Tensor
 from .. import _torch
 from .memories import Memories
 from .program import Hold, Step, Value
+from .store import Store
 
 _INDICES = (torch.int64, torch.int32)
 _FEW = 1 << 16  # bytes of decisions that are always held; else an eighth of what autograd saves
 
 
-def find_decisions(known: Memories, step: Step, results: Iterable[Tensor], limit: int) -> None:
-    """Note which results of a new step are sure, and the decisions that it takes or reads, up to
-    `limit` bytes."""
+def find_decisions(known: Memories, step: Step, results: Iterable[Tensor], store: Store) -> None:
+    """Note which results of a new step are sure, and the decisions that it takes or reads. They are
+    held, so the bytes of all decisions in a run are limited."""
     cells = [cell for cell, _ in step.memories]
     unsure = {
         value: known.tensor_in(value[0]) for value in step.reads if not known.is_sure(value[0])
@@ -49,15 +50,11 @@ def find_decisions(known: Memories, step: Step, results: Iterable[Tensor], limit
             step.sure += (value[0],)
         elif tensor.dtype in _INDICES and not step.info.pools:
             decided[value] = tensor
+    limit = max(_FEW, store.saved_bytes // 8) - store.decided_bytes
     for value, tensor in decided.items():
         limit -= _torch.memory_size(tensor)
         if limit >= 0:
             step.decides += (Hold(value, known.memory_of[value[0]].number),)
-
-
-def most_bytes(saved: int, decided: int) -> int:
-    """How many more bytes of decisions are held in a run that has saved and decided so many."""
-    return max(_FEW, saved // 8) - decided
 
 
 def _is_rounded(tensor: Tensor) -> bool:

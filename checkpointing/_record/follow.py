@@ -207,8 +207,10 @@ class Follower(TorchDispatchMode, Position, Region):
         passes otherwise than the program."""
         given = (*args, *kwargs.values())
         own = {place: given[place] for place in step.varies}
-        if step.reads_metadata and not step.inputs[0].suits(args[0]):
-            own[0] = Like(args[0])
+        if step.reads_metadata:
+            like = Like(args[0])
+            if like.metadata != step.inputs[0].metadata:
+                own[0] = like
         if step.offset is not None:  # in a storage that may be another one
             own[step.offset] = args[step.offset] - args[0].storage_offset()
         if own:

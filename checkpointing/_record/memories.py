@@ -61,14 +61,17 @@ class Memories:
         self._places: dict[int | None, Memory] = {}  # by storage
         self._alive: set[int] = set()  # memories that steps have made
         for step, saves in steps:
-            for first in step.firsts:
-                self.add_first(first)
-            for asked in step.holds:
-                self.add_hold(asked)
+            self._add_met(step)
             self.add(step)
             self.add_decisions(step)
             for slot in saves:
                 self._add_slot(slot)
+
+    def _add_met(self, here: Step | Slot) -> None:
+        for first in here.firsts:
+            self.add_first(first)
+        for asked in here.holds:
+            self.add_hold(asked)
 
     def add_first(self, first: First) -> None:
         memory = self._memories.setdefault(first.memory, Memory(first.memory, OUTSIDE))
@@ -89,7 +92,7 @@ class Memories:
         self.at = step, 0
         for number, state in step.states:
             self._memories.setdefault(number, Memory(number, state)).state = state
-        self._alive.update([number for number, _ in step.sizes])
+        self._alive.update(dict(step.sizes))
         self._alive.difference_update(step.gone)
         for number in step.writes:
             memory = self._memories[number]
@@ -129,13 +132,10 @@ class Memories:
             self.memory_of[cell].sure.add(cell)
 
     def _add_slot(self, slot: Slot) -> None:
-        if slot.first is not None:
-            self.add_first(slot.first)
+        self._add_met(slot)
         memory = self.memory_of[slot.cell]
-        if slot.hold is not None:
-            self.add_hold(slot.hold)
-            if slot.is_read:  # if it was allocated here, something unseen has filled it
-                memory.state = OUTSIDE
+        if slot.is_read and slot.holds:  # if it was allocated here, something unseen has filled it
+            memory.state = OUTSIDE
         self.has_saved(memory)
 
     def has_saved(self, memory: Memory) -> None:

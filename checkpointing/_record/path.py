@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from copy import copy
 
-from .program import KEEP, NOT_WRITTEN, First, Hold, Slot, Step, Value, with_saves
+from .program import KEEP, NOT_WRITTEN, Hold, Slot, Step, Value, with_saves
 
 Slice = tuple[list[int], Set[Value]]  # steps, and the values that they start from
 
@@ -43,10 +43,7 @@ class Path:
                 self._add_slot(slot, step.index)
 
     def _add_step(self, step: Step) -> None:
-        for first in step.firsts:
-            self._add_first(first)
-        for asked in step.holds:
-            self._add_given(asked)
+        self._add_met(step)
         for cell, memory in step.memories:
             self.memory_of[cell] = memory
             self._maker[cell] = step.index
@@ -72,14 +69,17 @@ class Path:
             if is_made and _OVERLAPPING.isdisjoint([maker.info.base for maker in makers]):
                 self.parts[cell] = cell
 
-    def _add_first(self, first: First) -> None:
-        self.memory_of[first.cell] = first.memory
-        if first.requires_grad:
-            self.differentiable.add(first.memory)
-        if first.refers is not None:
-            self._add_given(first.refers)
+    def _add_met(self, here: Step | Slot) -> None:
+        for asked in here.holds:
+            self._add_given(asked)
+        for first in here.firsts:
+            self.memory_of[first.cell] = first.memory
             if first.requires_grad:
-                self.trained.append(first.cell)
+                self.differentiable.add(first.memory)
+            if first.refers is not None:
+                self._add_given(first.refers)
+                if first.requires_grad:
+                    self.trained.append(first.cell)
 
     def _add_given(self, asked: Hold) -> None:
         self.given.add(asked.value)
@@ -87,10 +87,7 @@ class Path:
             self.parameters.add(asked.value)
 
     def _add_slot(self, slot: Slot, index: int) -> None:
-        if slot.first is not None:
-            self._add_first(slot.first)
-        if slot.hold is not None:
-            self._add_given(slot.hold)
+        self._add_met(slot)
         last = self.owners[-1] if self.owners else -1
         self.owners.append(last if slot.joins else last + 1)
         self.slots.append(slot)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .. import _torch
 from .._engine import Mover
-from .decisions import most_bytes
 from .match import Matcher
 from .path import Path
 from .program import (
@@ -84,11 +83,8 @@ class Position:
 
     def _add(self, step: Step, results: list[Tensor]) -> None:
         """A new step has run."""
-        recorder, store = self._recorder, self.store
-        assert recorder is not None
-        recorder.has_run(step, results, most_bytes(store.saved_bytes, store.decided_bytes))
-        if store.placement is not None:
-            recorder.find_gone(step)
+        assert self._recorder is not None
+        self._recorder.has_run(step, results)
         self.program.add(step)
         if self.plan is not None:
             self.use_plan(None)

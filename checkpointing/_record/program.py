@@ -118,10 +118,6 @@ class Like:
     def __init__(self, tensor: Tensor) -> None:
         self.metadata = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
-    def suits(self, tensor: Tensor) -> bool:
-        """Whether this tensor looks like it."""
-        return self.metadata == (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
     def make(self) -> Tensor:
         size, stride, dtype, device = self.metadata
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -132,8 +128,8 @@ class Slot:
     """A tensor that autograd saved at this place of the program."""
 
     value: Value
-    first: First | None = None
-    hold: Hold | None = None
+    firsts: tuple[First, ...] = ()  # itself, if the run meets it here
+    holds: tuple[Hold, ...] = ()
     is_read: bool = False  # whether a region inside takes it, rather than an operator
     is_usual: bool = False  # neither that, nor a part, nor a tensor that is met here
     joins: bool = False  # whether it is another part of the tensor that the slot before belongs to

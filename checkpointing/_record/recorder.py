@@ -78,7 +78,7 @@ class Recorder(Memories):
         self, store: Store, known: Matcher, steps: Iterable[tuple[Step, Sequence[Slot]]]
     ) -> None:
         super().__init__(store.cells, steps)
-        self._known, self._saves_freely = known, store.hooks is None
+        self._known, self._store = known, store
 
     def _name(self, tensor: Tensor) -> Known | First:
         """The template of a tensor whose contents do not matter."""
@@ -179,7 +179,7 @@ class Recorder(Memories):
         def base(tensor: Tensor) -> Known | First:
             template = self._name(tensor)
             memory = self.memory_of[template.cell]
-            if type(template) is First and (self._saves_freely or template.is_parameter):
+            if type(template) is First and (self._store.hooks is None or template.is_parameter):
                 self._hold(template)
             if memory.state is UNFILLED or memory.has(template.cell):
                 step.reads += (self.value(template.cell),)
@@ -282,9 +282,8 @@ class Recorder(Memories):
             step.writes += (memory.number,)
         return template
 
-    def has_run(self, step: Step, results: list[Tensor], limit: int) -> None:
-        """Record the results of an operator, which are in their cells. `limit`: bytes of decisions
-        that may be held."""
+    def has_run(self, step: Step, results: list[Tensor]) -> None:
+        """Record the results of an operator, which are in their cells."""
         info = step.info
         step.count = len(results)
         for cell, tensor in enumerate(results, len(self.memory_of)):
@@ -299,8 +298,10 @@ class Recorder(Memories):
             step.memories += ((cell, memory.number),)
         self.add(step)
         if step.event is None and not step.effect:
-            find_decisions(self, step, results, limit)
+            find_decisions(self, step, results, self._store)
         self.add_decisions(step)
+        if self._store.placement is not None:
+            self.find_gone(step)
         if info.sizes_depend_on_data:
             step.line = entered_from(sys._getframe(1))
         step.is_special |= bool(step.decides) or info.sizes_depend_on_data
@@ -339,10 +340,8 @@ class Recorder(Memories):
         if not memory.has(cell):
             # Autograd saves it before the operator runs that fills it: nothing is in it yet.
             self._hold(template, is_hidden=memory.state is UNFILLED)
-        slot = Slot(self.value(cell), is_read=is_read, joins=joins)
-        slot.first = template if type(template) is First else None
-        slot.hold = step.holds[0] if step.holds else None
-        slot.is_usual = not any((slot.first, slot.hold, joins, is_read))
+        slot = Slot(self.value(cell), step.firsts, step.holds, is_read=is_read, joins=joins)
+        slot.is_usual = not any((step.firsts, step.holds, joins, is_read))
         slot.memory = None if memory.is_saved else memory.number
         self.has_saved(memory)
         self._end(step)

@@ -17,7 +17,7 @@ from .._engine import Mover, aside, read_switches, thread
 from .follow import Follower
 from .ops import Info, info_of
 from .pieces import Ends, Pieces
-from .program import BROUGHT_BACK, UNSEEN, Program, Slot
+from .program import BROUGHT_BACK, UNSEEN, Known, Program, Slot
 from .store import Store
 
 _RESTING = -1  # no depth of recomputes
@@ -81,7 +81,7 @@ class Run(Follower):
             return False
         for slot in self.step.saves[: self.saved]:  # for the operator that comes next
             tensor = self.cells[slot.cell]()
-            if tensor is not None and slot.hold is None:
+            if tensor is not None and not slot.holds:
                 self.keep_at(tensor)
         self._begin_at(ends.end())
         return True
@@ -179,8 +179,8 @@ class Run(Follower):
                 slot = self._recorder_here().slot(tensor, is_read, joins)
                 step.saves += (slot,)
         self.saved += 1
-        if slot.hold is not None:
-            self._hold(slot.hold)
+        for asked in slot.holds:
+            self._hold(asked)
         if slot.memory is not None:
             self.store.saved_bytes += _torch.memory_size(tensor)
         if self._saver is not None:
@@ -191,15 +191,13 @@ class Run(Follower):
         if self.saved == len(self.step.saves):
             return None
         slot = self.step.saves[self.saved]
-        met: list[Tensor] = []
         if (slot.joins, slot.is_read) != (joins, is_read):
             return None
-        first = slot.first
-        if first is None:
-            return slot if self.cells[slot.cell]() is tensor else None
-        if not self.known.matches(first, tensor, met):
+        met: list[Tensor] = []
+        (template,) = slot.firsts or (Known(slot.cell),)
+        if not self.known.matches(template, tensor, met):
             return None
-        self.known.meet((first,), met)
+        self.known.meet(slot.firsts, met)
         return slot
 
     # ---- what is kept
