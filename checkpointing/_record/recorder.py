@@ -162,8 +162,8 @@ class Recorder(Memories):
         if given.get(info.offset) is not None:
             step.offset = info.offset
         step.is_prepared = any((step.holds, step.reads_metadata, step.offset is not None))
-        is_noted = any((step.updates, step.draws, step.fills_part, step.effect))
-        step.is_special = step.is_prepared or is_noted
+        is_noted = any((step.updates, step.draws, step.fills_part, info.sizes_depend_on_data))
+        step.is_special = any((step.is_prepared, is_noted, step.effect))
         return self._end(step)
 
     def _end(self, step: Step) -> Step:
@@ -304,7 +304,7 @@ class Recorder(Memories):
             self.find_gone(step)
         if info.sizes_depend_on_data:
             step.line = entered_from(sys._getframe(1))
-        step.is_special |= bool(step.decides) or info.sizes_depend_on_data
+        step.is_special |= bool(step.decides)
 
     def event(self, parent: Step, event: str, args: tuple[Any, ...]) -> Step:
         """What has happened that is no operator: `keep`, `opaque`, a write that nobody saw."""
@@ -313,7 +313,7 @@ class Recorder(Memories):
             (slot,) = args
             step.reads = (slot.value,)
             step.effect = self.value(slot.cell) != slot.value
-        elif args:
+        elif args:  # something has happened to a tensor
             step.args = (self._name(*args),)
             cell = step.args[0].cell
             memory = self.memory_of[cell]
@@ -325,7 +325,6 @@ class Recorder(Memories):
                 step.effect = False
                 step.reads = (self.value(cell),)
                 step.decides = (Hold(self.value(cell), memory.number),)
-        step.inputs = step.args
         return self._end(step)
 
     def slot(self, tensor: Tensor, is_read: bool, joins: bool) -> Slot:
