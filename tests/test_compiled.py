@@ -96,7 +96,7 @@ def test_compiled_before_inside_and_after_a_block(compiler):
 
 @pytest.mark.parametrize("door", ["scope", "planned"])
 def test_what_compiled_code_writes_in_place_is_noticed(compiler, door):
-    """Also where no operator shows it; and between two other writes."""
+    """Also where no operator shows it; between two other writes; and after parts were filled."""
     double = compiler(lambda x: x.mul_(2))
 
     def gradient(door):
@@ -109,7 +109,11 @@ def test_what_compiled_code_writes_in_place_is_noticed(compiler, door):
             again.add_(1)
             double(again)
             again.add_(1)
+            parts = torch.empty_like(made)
+            parts[:1], parts[1:] = made[:1], made[1:]
+            double(parts)
             loss = ((made * x).sin() * before * other * x + (again * x).sin()).sum()
+            loss = loss + (parts * x).sin().sum()
         return torch.autograd.grad(loss, x)[0]
 
     assert torch.equal(gradient("plain"), gradient(door))

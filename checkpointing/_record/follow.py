@@ -114,9 +114,9 @@ class Follower(TorchDispatchMode, Position, Region):
             return False, func(*args, **kwargs)
         if types and not self._follows(func, types):
             return False, _leave_to_subclass(func, types, args, kwargs)
+        self.store.settle()
         if self.watchers:
             return False, self._watched(func, types, args, kwargs)
-        self.store.settle()
         return True, None
 
     def _follows(self, func: Any, types: Any) -> bool:

@@ -36,20 +36,24 @@ class Ends:
     def __init__(self, end: Callable[[], int], history: History) -> None:
         """`end` gives a piece's holders what they need, and returns how many there are so far."""
         self.end, self._sizes = end, Sizes(history)
-        self._piece = _Piece()
+        self.begin()
 
     def begin(self) -> None:
         """The next piece begins."""
-        self._piece, self._sizes.saved = _Piece(), 0
+        self._sizes.saved = 0
+        self._count = 0  # of its steps that have been looked at
+        self._made: dict[Any, int] = {}  # by memory that it has made: the bytes
+        self._results: list[tuple[int, int]] = []  # that may be alive: cells and memories
+        self._written: set[int] = set()  # memories that it has not made
+        self._met: list[First] = []
 
     def may_be_here(self, path: Sequence[Step], cells: Cells) -> bool:
         """Whether little is alive of what the piece has made, or has written though an earlier one
         has made it."""
-        piece = self._piece
         self._look_at(path)
-        piece.results = [each for each in piece.results if cells[each[0]]() is not None]
-        alive = sum([piece.sizes.get(memory, 0) for memory in {m for _, m in piece.results}])
-        met = [cells[first.cell]() for first in piece.met if first.memory in piece.written]
+        self._results = [each for each in self._results if cells[each[0]]() is not None]
+        alive = sum([self._made.get(memory, 0) for memory in {m for _, m in self._results}])
+        met = [cells[first.cell]() for first in self._met if first.memory in self._written]
         alive += sum([_torch.memory_size(tensor) for tensor in met if tensor is not None])
         if not self._sizes.suffice(alive):
             return False
@@ -57,8 +61,14 @@ class Ends:
         return True
 
     def _look_at(self, path: Sequence[Step]) -> None:
-        for step in path[self._piece.count :]:
-            self._sizes.saved += self._piece.add(step)
+        made = self._made
+        for step in path[self._count :]:
+            made.update(step.sizes)
+            self._results += step.memories
+            self._written.update([memory for memory in step.writes if memory not in made])
+            self._met += [first for first in step.firsts if first.requires_grad]
+            self._sizes.saved += sum([made.get(slot.memory, 0) for slot in step.saves])
+        self._count = len(path)
 
     def saved(self, path: Sequence[Step]) -> int:
         """Bytes that the block has made, and autograd saved; `path` is that of the last piece."""
@@ -152,27 +162,6 @@ class Sizes:
             self._far = min(self._nbytes * _LARGEST, _FAR * self.saved)
         self._most = self._most_later
         self.saved = 0
-
-
-class _Piece:
-    """What a piece has made, written and met."""
-
-    def __init__(self) -> None:
-        self.count = 0  # of its steps
-        self.sizes: dict[Any, int] = {}  # of memories that it has made
-        self.results: list[tuple[int, int]] = []  # that may be alive: cells and memories
-        self.written: set[int] = set()
-        self.met: list[First] = []
-
-    def add(self, step: Step) -> int:
-        """The next step. Returns the bytes that autograd has saved after it, of what the piece has
-        made."""
-        self.count += 1
-        self.sizes.update(step.sizes)
-        self.results += step.memories
-        self.written.update([memory for memory in step.writes if memory not in self.sizes])
-        self.met += [first for first in step.firsts if first.requires_grad]
-        return sum([self.sizes.get(slot.memory, 0) for slot in step.saves])
 
 
 def size_pieces(path: Path, history: History) -> None:

@@ -128,10 +128,8 @@ class Position:
     def _branch(self) -> Step:
         """After as many saves as there are now, the run goes another way than the step knows."""
         step = self.step
-        for known in step.next:
-            if known.event is FEWER_SAVES and known.args[0] == self.saved:
-                break
-        else:
+        known = self.known.find(step.next, (FEWER_SAVES,), (self.saved,))
+        if known is None:
             self.own_program()
             if self.step is not step:
                 return self.step

@@ -133,7 +133,7 @@ class Slot:
     is_read: bool = False  # whether a region inside takes it, rather than an operator
     is_usual: bool = False  # neither that, nor a part, nor a tensor that is met here
     joins: bool = False  # whether it is another part of the tensor that the slot before belongs to
-    memory: int | None = None  # if autograd saved something of it for the first time
+    memory: int | None = None  # of which autograd saves something here for the first time
     cell: int = -1
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ from .._engine import (
     undo_all,
     warn,
 )
-from .._plan import Group, Plan, Window, attach, plan_of
+from .._plan import Group, Plan, attach, plan_of
 from .._record import Ends, Path, Pieces, Run, Slot, Value, Wrapped, size_pieces, slots_of
 from .execution import Execution, Work, fetch
 
@@ -95,6 +95,8 @@ class Replay(Frame):
         super().__init__(*about)
         self.run = run
         self.save = run.save
+        # Values that are held are compared, too, or all windows run.
+        self._computes_all = self.check is not None or not self.early_stop
         self.replays: int = 0
         self.replayed = 0
         self._counted = 0  # operators, before the block began anew
@@ -215,7 +217,7 @@ class Replay(Frame):
     def at_hand(self, holder: Holder) -> Tensor | None:
         """A value that is held by itself: nothing to compute, nothing to share."""
         slot = holder.saved
-        if self.check is not None or not self.early_stop or type(slot) is not Slot:
+        if self._computes_all or type(slot) is not Slot:
             return None
         held = self._stock_of(holder).held.get(slot.value)
         if type(held) is Aliased and not (held.is_stale or held.is_parameter):
@@ -275,7 +277,8 @@ class Replay(Frame):
         stock = self._part_of(holder, work)
         holders = stock.wanted(self.holders, work)
         window = stock.group.window(tuple(holders))
-        execution = self._execution(window, stock, work)
+        self.replayed += window.counted
+        execution = Execution(window, stock, self, work)
         if self.run.store.movers and self.complete:
             self._prefetch(stock)
         parts: dict[int, list[Tensor]] = defaultdict(list)  # by holder
@@ -291,10 +294,6 @@ class Replay(Frame):
             if not hasattr(holder, "stock"):
                 self.run.adopt(tensor, saved)
             self.deliver(holder, tensor, work)
-
-    def _execution(self, window: Window, stock: Stock, work: Work) -> Execution:
-        self.replayed += window.counted
-        return Execution(window, stock, self, work)
 
     def _part_of(self, holder: Holder, work: Work) -> Stock:
         """What the window of a holder starts from. Where the run has not held it, it is made now,
@@ -319,7 +318,8 @@ class Replay(Frame):
         """What the parts of a group start from, by holder."""
         wanted = stock.wanted(self.holders, work)
         values, window = stock.group.filling(wanted)
-        made = self._execution(window, stock, work).make()
+        self.replayed += window.counted
+        made = Execution(window, stock, self, work).make()
         held = {**stock.held, **{value: made[number] for number, value in enumerate(values)}}
         found: dict[int, Stock] = {}
         for part, mine in stock.group.parts_of(wanted):
