@@ -21,6 +21,7 @@ from .program import First, Known, Met, Parts, Slot, Step, Thing, Varying
 from .store import Store
 
 _Parameter = nn.Parameter
+_has_storage, _storage_id = _torch.has_storage, _torch.storage_id
 
 
 class Matcher(Origins):
@@ -43,6 +44,9 @@ class Matcher(Origins):
                 if kind is Known:
                     if cells[known.cell]() is not arg:
                         break
+                elif kind is First:
+                    if not self.comes_from_there(known, arg, met):
+                        break
                 elif known is not arg:
                     is_plain = type(arg) is kind and kind in step.plain
                     if not (known == arg if is_plain else self.matches(known, arg, met)):
@@ -55,11 +59,10 @@ class Matcher(Origins):
 
     def meet(self, firsts: tuple[First, ...], met: list[Tensor]) -> None:
         """These tensors take the next cells."""
-        cells, outside = self._cells, self._outside
         for first, tensor in zip(firsts, met, strict=True):
-            cells.append(ref(tensor))
-            if type(first.origin) is str:  # it is the first one there
-                outside[_torch.storage_of(tensor)] = first.cell
+            self._cells.append(ref(tensor))
+            if type(first.origin) is str and _has_storage(tensor):  # it is the first one there
+                self._outside[_storage_id(tensor)] = first.cell
             if first.refers is not None:
                 self._store.refer(first.refers, tensor)
 
@@ -68,7 +71,7 @@ class Matcher(Origins):
         for the first time."""
         kind = type(known)
         if kind is First:
-            return self._meets(known, arg, met)
+            return self.comes_from_there(known, arg, met)
         if kind is Known:
             return self._cells[known.cell]() is arg
         if kind is Met:
@@ -80,7 +83,7 @@ class Matcher(Origins):
             return known.kind is type(arg) and (kind is Thing or _is_plain(arg))
         return known is arg or _are_same(known, arg)
 
-    def _meets(self, first: First, arg: Any, met: list[Tensor]) -> bool:
+    def comes_from_there(self, first: First, arg: Any, met: list[Tensor]) -> bool:
         """Whether this is a tensor, and comes from where it came from then."""
         if not isinstance(arg, Tensor) or self.of(arg, met) != first.origin:
             return False

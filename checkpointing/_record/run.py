@@ -189,13 +189,13 @@ class Run(Follower):
         if self.saved == len(self.step.saves):
             return None
         slot = self.step.saves[self.saved]
-        met: list[Tensor] = []
         if (slot.joins, slot.is_read) != (joins, is_read):
             return None
         first = slot.first
         if first is None:
             return slot if self.cells[slot.cell]() is tensor else None
-        if not self.known.matches(first, tensor, met):
+        met: list[Tensor] = []
+        if not self.known.comes_from_there(first, tensor, met):
             return None
         self.known.meet((first,), met)
         return slot
