@@ -308,12 +308,17 @@ class Follower(TorchDispatchMode, Position, Region):
 
     # ---- what is kept of results
 
-    def _hold_decisions(self, step: Step) -> None:
-        if step.writes:  # when the operator has returned, which has still to count versions up
-            self._later += [(self.store.decide, (asked,)) for asked in step.decides]
+    def _after(self, step: Step, function: Callable[..., Any], *given: Any) -> None:
+        """Do something when an operator has returned, if it has still to count versions up, or
+        made a tensor from nothing: where somebody holds that, torch goes on with a view of it."""
+        if step.writes or not step.reads:
+            self._later.append((function, given))
         else:
-            for asked in step.decides:
-                self.store.decide(asked)
+            function(*given)
+
+    def _hold_decisions(self, step: Step) -> None:
+        for asked in step.decides:
+            self._after(step, self.store.decide, asked)
 
     def _obey(self, answer: Answer, tensor: Tensor) -> None:
         """Do what the policy has answered."""
@@ -347,12 +352,8 @@ class Follower(TorchDispatchMode, Position, Region):
             plans = [plan for plan in plans if plan.can_go_on(store.held, step)]
             self.use_plan(plans[-1] if plans else None)
         for plan, asked, counts in step.keeps:
-            if plan is not self.plan:
-                continue
-            if step.writes:  # when the operator has returned, which has still to count versions up
-                self._later.append((store.keep_planned, (asked, counts)))
-            else:
-                store.keep_planned(asked, counts)
+            if plan is self.plan:
+                self._after(step, store.keep_planned, asked, counts)
 
     def keep_what_is_there(self, plan: Any) -> None:
         """Hold the values of a new plan that still exist and have not been written."""

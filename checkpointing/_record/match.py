@@ -44,9 +44,6 @@ class Matcher(Origins):
                 if kind is Known:
                     if cells[known.cell]() is not arg:
                         break
-                elif kind is First:
-                    if not self.comes_from_there(known, arg, met):
-                        break
                 elif known is not arg:
                     is_plain = type(arg) is kind and kind in step.plain
                     if not (known == arg if is_plain else self.matches(known, arg, met)):
