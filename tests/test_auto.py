@@ -629,6 +629,24 @@ def test_a_state_that_is_written_in_place_is_kept():
     assert stats.ops_replayed <= stats.ops_recorded
 
 
+def test_noise_that_all_layers_read_may_be_drawn_in_the_block():
+    """It is kept, as if it had been drawn before: else the window of the first layer, which makes
+    it, would be there from the beginning of backward."""
+    layers = nn.ModuleList(nn.Linear(32, 256) for _ in range(8))
+    x, before = torch.randn(256, 32), torch.randn(1, 256)
+
+    def peak(noise):
+        def forward():
+            h, drawn = x, noise()
+            for layer in layers:
+                h = h + (layer(h).sin() * drawn).exp().view(256, 8, 32).mean(1)
+            return h.square().mean()
+
+        return bytes_of(scoped(forward)).peak
+
+    assert peak(lambda: torch.randn(1, 256)) <= 1.05 * peak(lambda: before)
+
+
 @pytest.mark.parametrize("shift", [None, 3.0])
 def test_labels_made_first_do_not_bring_the_first_layers_back(shift):
     """The window of the loss makes them anew: they are quickly made, and the layers are not."""

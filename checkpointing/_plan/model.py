@@ -34,7 +34,6 @@ class Memory:
     has_gradient = False
     is_cheap = False
     is_theirs = False  # whether somebody else holds it when the block has ended
-    is_blank = False  # whether its maker reads nothing, and nobody writes to it
     effort = math.inf  # bytes written to make it from inputs, if that is cheap
 
     def __init__(self, number: int, maker: int, nbytes: int, never: int) -> None:
@@ -106,8 +105,7 @@ class Model:
         for memory in self.memories.values():
             unfinished.update(filter(self._is_unfinished, memory.values))
             memory.values -= unfinished
-            # Torch makes something else of `zeros()` if somebody holds it.
-            if memory.is_blank or not (memory.nbytes and memory.values):
+            if not (memory.nbytes and memory.values):
                 memory.final = self.never
             memory.is_theirs = memory.number in elsewhere and not memory.is_cheap
             if memory.is_theirs and memory.number in saved:
@@ -149,13 +147,11 @@ class Model:
         self._add_reads(step)
         for number, nbytes in step.sizes:
             memories[number] = memory = Memory(number, index, int(nbytes * self.scale), self.never)
-            memory.is_blank = not (step.reads or step.reads_metadata)
             if step.event is not None:
                 memory.final = self.never
         for number in written:
             memory = memories[number]
             memory.writers += (index,)
-            memory.is_blank = False
             memory.final = max(memory.final, index + 1)
         self.made[index] = (*[number for number, _ in step.sizes], *written)
         self._weigh(step, not read.isdisjoint(self.path.differentiable))

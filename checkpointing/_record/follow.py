@@ -299,17 +299,17 @@ class Follower(TorchDispatchMode, Position, Region):
 
     # ---- what is kept of results
 
-    def _hold_after(self, step: Step, hold: Callable[..., None], *asked: Any) -> None:
-        """Hold something when an operator has returned: one that writes has still to count versions
-        up."""
-        if step.writes:
-            self._later.append(partial(hold, *asked))
+    def _after(self, step: Step, function: Callable[..., Any], *given: Any) -> None:
+        """Do something when an operator has returned, if it has still to count versions up, or
+        made a tensor from nothing: where somebody holds that, torch goes on with a view of it."""
+        if step.writes or not step.reads:
+            self._later.append(partial(function, *given))
         else:
-            hold(*asked)
+            function(*given)
 
     def _hold_decisions(self, step: Step) -> None:
         for asked in step.decides:
-            self._hold_after(step, self.store.decide, asked)
+            self._after(step, self.store.decide, asked)
 
     def _obey(self, answer: Answer, tensor: Tensor) -> None:
         """Do what the policy has answered."""
@@ -343,7 +343,7 @@ class Follower(TorchDispatchMode, Position, Region):
             self.use_plan(plans[-1] if plans else None)
         for plan, asked, counts in step.keeps:
             if plan is self.plan:
-                self._hold_after(step, store.keep_planned, asked, counts)
+                self._after(step, store.keep_planned, asked, counts)
 
     def keep_what_is_there(self, plan: Any) -> None:
         """Hold the values of a new plan that still exist and have not been written."""

@@ -75,11 +75,10 @@ class Matcher:
 
     def meet(self, firsts: tuple[First, ...], met: list[Tensor]) -> None:
         """These tensors take the next cells."""
-        cells, outside = self._cells, self._outside
         for first, tensor in zip(firsts, met, strict=True):
-            cells.append(ref(tensor))
-            if type(first.origin) is str:  # it is the first one there
-                outside[_storage_of(tensor)] = first.cell
+            self._cells.append(ref(tensor))
+            if type(first.origin) is str and _has_storage(tensor):  # it is the first one there
+                self._outside[_storage_id(tensor)] = first.cell
             if first.refers is not None:
                 self._store.refer(first.refers, tensor)
 
@@ -88,7 +87,7 @@ class Matcher:
         for the first time."""
         kind = type(known)
         if kind is First:
-            return self._meets(known, arg, met)
+            return self.comes_from_there(known, arg, met)
         if kind is Known:
             return self._cells[known.cell]() is arg
         if kind is Met:
@@ -100,7 +99,7 @@ class Matcher:
             return known.kind is type(arg) and _is_plain(arg)
         return known is arg or _are_same(known, arg)
 
-    def _meets(self, first: First, arg: Any, met: list[Tensor]) -> bool:
+    def comes_from_there(self, first: First, arg: Any, met: list[Tensor]) -> bool:
         """Whether this is a tensor, and comes from where it came from then."""
         if not isinstance(arg, Tensor):
             return False
