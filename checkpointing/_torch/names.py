@@ -455,6 +455,8 @@ SWITCHES: tuple[Any, ...] = (
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    # off in a backward that is called on a tensor of a subclass
+    (_C._get_torch_function_state, _C._set_torch_function_state),
 )
 if torch.backends.cuda.is_built():
     SWITCHES += (
