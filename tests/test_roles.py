@@ -1,6 +1,7 @@
 """Slots come back as what they were: regions in regions beside hooks that copy, and writes."""
 
 import contextlib
+import copy
 import functools
 import itertools
 
@@ -301,3 +302,18 @@ def test_slots_that_have_shifted_are_a_mismatch():
     y = function(leaf(4), leaf(4))
     with pytest.raises(checkpointing.MismatchError, match="region inside"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("region", ["scope", "planned"])
+def test_tensors_that_have_left_their_memory_are_not_found_there(region):
+    """As `copy.deepcopy` of a tensor does. Memory of another one is soon in that place."""
+
+    def function(x, w):
+        for _ in range(4):
+            x = (copy.deepcopy(x.detach()) * w).sin() + copy.deepcopy(w.detach()) * x
+        return x
+
+    want = gradients(function)
+    for _ in range(10):
+        checkpointing.clear_programs()
+        assert gradients(checkpointed(REGIONS[region](function))) == want

@@ -5,7 +5,7 @@ Invariant: it follows from the path alone, so it is found again when a run leave
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,16 +160,20 @@ class Memories:
 
     def memory_at(self, tensor: Tensor) -> Memory | None:
         """The known memory that a tensor uses, as far as something there is alive."""
-        memory = self._places.get(_storage_of(tensor)) if _has_storage(tensor) else None
-        return None if memory is None or self._is_gone(memory) else memory
+        place = _storage_of(tensor)
+        memory = None if place is None else self._places.get(place)
+        if memory is None or place not in map(_storage_of, self._tensors_of(memory)):
+            return None
+        return memory
 
-    def _is_gone(self, memory: Memory) -> bool:
-        """Whether nobody holds a tensor there any more."""
-        return all(self.tensor_in(cell) is None for cell in memory.cells)
+    def _tensors_of(self, memory: Memory) -> Iterator[Tensor]:
+        """The tensors that are alive of those that have been there."""
+        tensors = map(self.tensor_in, memory.cells)
+        return (tensor for tensor in tensors if tensor is not None)
 
     def gone(self) -> tuple[int, ...]:
         """Memories of recorded operators that nobody holds any more."""
-        gone = [memory for memory in self._alive if self._is_gone(memory)]
+        gone = [memory for memory in self._alive if next(self._tensors_of(memory), None) is None]
         self._alive = [memory for memory in self._alive if memory not in gone]
         return tuple([memory.number for memory in gone])
 
