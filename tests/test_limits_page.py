@@ -157,6 +157,24 @@ def test_tensors_whose_memory_is_exchanged_in_a_block():
         assert is_right is (read is torch.Tensor.detach)
 
 
+@pytest.mark.parametrize("door", [c, s])
+def test_a_parameter_whose_memory_is_exchanged_for_a_while(door):
+    """A rerun stops before it is put back; a replay reads what has been put back."""
+    x, w, other = leaf(), nn.Parameter(torch.rand(4, 4)), torch.rand(4, 4)
+
+    def exchanged(x):
+        own, w.data = w.data, other
+        y = (x @ w).exp()
+        w.data = own
+        return y
+
+    def gradient(fn):
+        return torch.autograd.grad(fn(x * 1).sum(), w)[0], w.data_ptr()
+
+    (want, there), (have, later) = gradient(exchanged), gradient(door(exchanged))
+    assert torch.equal(have, want) is (there != later) is (door is c)
+
+
 def test_a_parameter_that_torchs_own_checkpoint_takes_as_an_argument():
     """With a scope in it, in a region: other gradients. By closure it is right."""
     x, w = leaf(), nn.Parameter(torch.rand(4, 4))

@@ -275,6 +275,10 @@ class Follower(TorchDispatchMode, Position, Region):
         func = call[0]
         if self._sees_more():
             return self.__torch_dispatch__(func, types, args, kwargs)
+        if func in _torch.TAKE_STORAGE and not types:
+            # A program knows memory by tensors, and holds none.
+            args = (args[0], _torch.whole(args[1], args[0]), *args[2:])
+            return self.__torch_dispatch__(_torch.TAKE_STORAGE[func], types, args)
         info = info_of(func)
         if info.is_passed or not info.has_tensors:
             return info.run(*args, **kwargs)

@@ -196,12 +196,17 @@ class Recorder(Memories):
 
     def _view(self, step: Step, given: dict[int | str, Any]) -> None:
         step.is_view = True
-        are_there = [step.info.base != "set_"]
+        is_view = step.info.base != "set_"
+        are_there = [is_view]
 
         def base(tensor: Tensor) -> Known | First:
             template = self._name(tensor)
             memory = self.memory_of[template.cell]
-            if type(template) is First and (self._saves_freely or template.is_parameter):
+            if (
+                is_view
+                and type(template) is First
+                and (self._saves_freely or template.is_parameter)
+            ):
                 self._hold(template, step.func)
             is_there = memory.state is UNFILLED or memory.has(template.cell)
             if is_there:

@@ -233,6 +233,13 @@ OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
 CAST = torch.ops.aten._to_copy.default  # to another dtype or device
 CONVOLUTION = torch.ops.aten.convolution.default
+# Operators that take a storage, and the same with a tensor on it.
+TAKE_STORAGE = {
+    torch.ops.aten.set_.source_Storage: torch.ops.aten.set_.source_Tensor,
+    torch.ops.aten.set_.source_Storage_storage_offset: (
+        torch.ops.aten.set_.source_Tensor_storage_offset
+    ),
+}
 
 
 def quick_call(func: Any) -> Any:
