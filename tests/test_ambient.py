@@ -36,6 +36,15 @@ class Scaling(TorchFunctionMode):
         return result * self.factor + 1 if func is torch.Tensor.sin else result
 
 
+class Doubling(torch.Tensor):
+    """A subclass that changes what the sine is, where it may."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs)
+        return result * 2 if func is torch.Tensor.sin else result
+
+
 @contextlib.contextmanager
 def set_to(getter, setter, value):
     before = getter()
@@ -109,6 +118,10 @@ STATES = {
         times(lambda: 1 + torch.backends.mkldnn.enabled),
     ),
     "enabled inside": (contextlib.nullcontext, autocast_inside),
+    "subclasses off": (
+        torch._C.DisableTorchFunctionSubclass,
+        lambda x: x.as_subclass(Doubling).sin().exp().as_subclass(torch.Tensor).sin(),
+    ),
 }
 # Without an effect on the results here: they do no harm.
 SILENT = {"enabled inside", "math attention"}
@@ -195,6 +208,14 @@ def backwards_in_another_grad_mode(door):
             y.backward()
         found.append(x.grad.clone())
     return found
+
+
+@program()
+def backward_of_a_tensor_of_a_subclass(door):
+    """Which torch calls with the functions of subclasses off; the recompute has them."""
+    x = leaf()
+    door(lambda x: x.as_subclass(Doubling).sin().exp().sin())(x).sum().backward()
+    return x.grad
 
 
 def with_a_cast_weight(door, inside):

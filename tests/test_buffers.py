@@ -342,7 +342,7 @@ def test_large_buffers_that_are_written_are_refused_by_rerun(door):
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_region_runs_no_operators_but_the_copies(mode):
-    """One clone per buffer in training mode, none otherwise."""
+    """One clone per buffer in training mode, none otherwise. (Modes see none of saved buffers.)"""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), leaf()
     getattr(model, mode)()
     want = count(lambda: model(x))
@@ -352,7 +352,7 @@ def test_a_region_runs_no_operators_but_the_copies(mode):
     y = checkpointed(lambda x: model(x).relu())(x)
     ran = count(y.sum().backward)
     copied = ran.get("clone", 0), ran.get("_foreach_copy_", 0)
-    assert copied == ((5, 2) if mode == "train" else (0, 0))
+    assert copied == ((3, 2) if mode == "train" else (0, 0))
 
 
 @pytest.mark.parametrize("door", ["rerun", "rerun to the end"])

@@ -157,6 +157,24 @@ def test_tensors_whose_memory_is_exchanged_in_a_block():
         assert is_right is (read is torch.Tensor.detach)
 
 
+@pytest.mark.parametrize("door", [c, s])
+def test_a_parameter_whose_memory_is_exchanged_for_a_while(door):
+    """A rerun stops before it is put back; a replay reads what has been put back."""
+    x, w, other = leaf(), nn.Parameter(torch.rand(4, 4)), torch.rand(4, 4)
+
+    def exchanged(x):
+        own, w.data = w.data, other
+        y = (x @ w).exp()
+        w.data = own
+        return y
+
+    def gradient(fn):
+        return torch.autograd.grad(fn(x * 1).sum(), w)[0], w.data_ptr()
+
+    (want, there), (have, later) = gradient(exchanged), gradient(door(exchanged))
+    assert torch.equal(have, want) is (there != later) is (door is c)
+
+
 def test_a_parameter_that_torchs_own_checkpoint_takes_as_an_argument():
     """With a scope in it, in a region: other gradients. By closure it is right."""
     x, w = leaf(), nn.Parameter(torch.rand(4, 4))
@@ -236,3 +254,40 @@ def test_what_torch_shows_to_nobody(name):
     want = step(plain)
     for door in doors:
         assert step(door) != want
+
+
+FORMULAS = {
+    "prod": lambda x: x.prod(0),
+    "cumprod": lambda x: x.cumprod(0),
+    "det": torch.det,
+    "masked_fill": lambda x: x.masked_fill(x > 0.5, x.sum()),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_derivatives_that_torch_computes_otherwise_in_a_mode(name):
+    """By a backward inside a block; equal but for rounding."""
+    x = torch.rand(16, 16, dtype=torch.float64).requires_grad_()
+
+    def body(x):
+        y = FORMULAS[name](x) * torch.linspace(1, 2, 16, dtype=x.dtype).exp()
+        return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+    want, have = body(x), s(body)(x)
+    torch.testing.assert_close(have, want)
+    assert not torch.equal(have, want)
+
+
+def test_a_loss_that_torch_computes_otherwise_in_a_mode():
+    """With other saved tensors, so that a rerun that does not see the mode is refused."""
+    x = leaf(16, 1, 4)
+
+    def gradient(door):
+        labels, lengths = torch.ones(1, 2).long(), (torch.tensor([16]), torch.tensor([2]))
+        loss = door(lambda x: F.ctc_loss(x.log_softmax(-1), labels, *lengths))(x * 1)
+        return torch.autograd.grad(loss, x)[0]
+
+    for door in (c, s, lambda fn: c(s(fn))):
+        assert torch.equal(gradient(door), gradient(plain))
+    with pytest.raises(checkpointing.MismatchError):
+        gradient(lambda fn: s(c(fn)))

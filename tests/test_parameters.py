@@ -48,6 +48,14 @@ def test_parameters_may_be_gathered_inside_the_region(left_there, frozen):
     same(torch.autograd.grad(y.sum(), x), want)
 
 
+@program()
+def parameters_that_are_initialised_inside(door):
+    """A lazy module that nobody has run before: the recompute finds what the forward has made."""
+    module, x = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3)), leaf(2, 3)
+    y = door(module)(x)
+    return y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

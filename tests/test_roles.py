@@ -1,6 +1,7 @@
 """Slots come back as what they were: regions in regions beside hooks that copy, and writes."""
 
 import contextlib
+import copy
 import functools
 import itertools
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from oracle import NO_ROOM, PLANNED, bits, leaf, plain, planned, scope, weigh
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import checkpointing
 from checkpointing import CheckpointError, checkpoint_scope, checkpointed, keep, offload
@@ -301,3 +303,36 @@ def test_slots_that_have_shifted_are_a_mismatch():
     y = function(leaf(4), leaf(4))
     with pytest.raises(checkpointing.MismatchError, match="region inside"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("region", ["scope", "planned"])
+def test_tensors_that_have_left_their_memory_are_not_found_there(region):
+    """As `copy.deepcopy` of a tensor does. Memory of another one is soon in that place."""
+
+    def function(x, w):
+        for _ in range(4):
+            x = (copy.deepcopy(x.detach()) * w).sin() + copy.deepcopy(w.detach()) * x
+        return x
+
+    want = gradients(function)
+    for _ in range(10):
+        checkpointing.clear_programs()
+        assert gradients(checkpointed(REGIONS[region](function))) == want
+
+
+@pytest.mark.parametrize("region", ["replay", "scope", "planned"])
+def test_storages_are_known_by_the_tensors_on_them_and_not_held(region, no_gc):
+    """Written through a tensor that `set_` has put there; no program keeps one alive."""
+    storages = []
+
+    def function(x, w):
+        made = x.detach() * 2
+        storages.append(StorageWeakRef(made.untyped_storage()))
+        there = torch.empty(0).set_(made.untyped_storage(), 0, (4, 4), (4, 1))
+        there.add_(1)
+        return (w * there.sin()).exp() * made.cos() * x
+
+    want = gradients(function)
+    for _ in range(3):
+        assert gradients(REGIONS[region](function)) == want
+    assert all(storage.expired() for storage in storages)

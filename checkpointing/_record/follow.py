@@ -263,6 +263,10 @@ class Follower(TorchDispatchMode, Position, Region):
 
     def _do_something_new(self, call: Any, types: Any, args: Any, kwargs: Any) -> Any:
         func = call[0]
+        if func in _torch.TAKE_STORAGE and not types:
+            # A program knows memory by tensors, and holds none.
+            args = (args[0], _torch.whole(args[1], args[0]), *args[2:])
+            return self.__torch_dispatch__(_torch.TAKE_STORAGE[func], types, args)
         info = info_of(func)
         if info.is_passed:
             return info.run(*args, **kwargs)

@@ -144,7 +144,8 @@ class Matcher:
             return OWN
         place = _storage_id(tensor)
         cells, known = self._cells, self._outside.get(place)
-        if known is not None and self._is_there(known):
+        held = self._store.held
+        if known is not None and ((known, NOT_WRITTEN) in held or self._is_at(known, place)):
             return known
         for number, other in enumerate(met) if met else ():
             if _storage_of(other) == place:
@@ -156,8 +157,10 @@ class Matcher:
                 return ZEROS
         return OWN
 
-    def _is_there(self, cell: int) -> bool:
-        return self._cells[cell]() is not None or (cell, NOT_WRITTEN) in self._store.held
+    def _is_at(self, cell: int, place: int | None) -> bool:
+        """Whether the tensor in a cell is alive, and `set_` has given it no other memory."""
+        tensor = self._cells[cell]()
+        return tensor is not None and _storage_of(tensor) == place
 
     def forget(self, mark: int) -> None:
         """The cells from here on are empty again."""
@@ -168,8 +171,9 @@ class Matcher:
 
     def has_met(self, tensor: Tensor) -> bool:
         """Whether a tensor uses memory from outside that the run has met."""
-        cell = self._outside.get(_storage_of(tensor))
-        return cell is not None and self._cells[cell]() is not None
+        place = _storage_of(tensor)
+        cell = self._outside.get(place)
+        return cell is not None and self._is_at(cell, place)
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether a tensor uses memory that recorded operators have made."""
@@ -185,10 +189,7 @@ class Matcher:
         there = made.get(place)
         if there is None:
             return False
-        if cells[there]() is not None:
-            return True
-        alive = [cells[cell]() for cell in range(there, len(cells))]
-        return place in [_storage_of(tensor) for tensor in alive if tensor is not None]
+        return any(self._is_at(cell, place) for cell in range(there, len(cells)))
 
 
 def _are_same(known: Any, arg: Any) -> bool:

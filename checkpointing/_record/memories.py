@@ -178,16 +178,20 @@ class Memories:
         """The known memory that a tensor uses, as far as something there is alive."""
         if not _has_storage(tensor):
             return self.known_memory(tensor)
-        memory = self._places.get(_storage_of(tensor))
-        return None if memory is None or self._is_gone(memory) else memory
+        place = _storage_of(tensor)
+        memory = self._places.get(place)
+        if memory is None or place not in map(_storage_of, self._tensors_of(memory)):
+            return None
+        return memory
 
-    def _is_gone(self, memory: Memory) -> bool:
-        """Whether nobody holds a tensor there any more."""
-        return all(self.tensor_in(cell) is None for cell in memory.cells)
+    def _tensors_of(self, memory: Memory) -> list[Tensor]:
+        """The tensors that are alive of those that have been there."""
+        tensors = map(self.tensor_in, memory.cells)
+        return [tensor for tensor in tensors if tensor is not None]
 
     def find_gone(self, step: Step) -> None:
         """Note the memories of recorded operators that nobody holds any more after a step."""
-        gone = [number for number in self._alive if self._is_gone(self._memories[number])]
+        gone = [n for n in self._alive if not self._tensors_of(self._memories[n])]
         self._alive.difference_update(gone)
         step.gone = tuple(gone)
 

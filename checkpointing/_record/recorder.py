@@ -174,12 +174,15 @@ class Recorder(Memories):
 
     def _view(self, given: dict[Any, Any]) -> None:
         step = self._step
-        step.is_view, step.effect = True, step.info.base == "set_"
+        is_view = step.info.base != "set_"
+        step.is_view, step.effect = True, not is_view
+        saves_freely = self._store.hooks is None  # no hooks are around the block
 
         def base(tensor: Tensor) -> Known | First:
             template = self._name(tensor)
             memory = self.memory_of[template.cell]
-            if type(template) is First and (self._store.hooks is None or template.is_parameter):
+            is_held = isinstance(template, First) and (saves_freely or template.is_parameter)
+            if is_held and is_view:
                 self._hold(template)
             if memory.state is UNFILLED or memory.has(template.cell):
                 step.reads += (self.value(template.cell),)

@@ -109,6 +109,7 @@ class Store:
     def hold(self, asked: Hold) -> None:
         """From here on a replay can start from what is in this cell now."""
         tensor = self.cells[asked.value[0]]()
+        self._planned.pop(asked.value, None)  # another plan would let it go
         if asked.value not in self.held:
             if self.pieces is not None and self.pieces.may_write(asked, tensor):
                 self.held[asked.value] = self.pieces.copy(tensor)

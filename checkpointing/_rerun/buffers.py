@@ -77,7 +77,7 @@ class Buffers:
         self._trained = [
             (tensor, tensor._version)
             for tensor in self._parameters
-            if tensor.requires_grad and not tensor.is_inference()
+            if tensor.requires_grad and not (_torch.is_lazy(tensor) or tensor.is_inference())
         ]
         self._guarded: list[Aliased] = []
         if self._entries:

@@ -137,9 +137,9 @@ class Calling:
         if slot < self._count and role != then:
             raise errors.other_role(frame, slot, user_line(), then, role)
         if _torch.is_on(tensor, self.rewound):
-            return without_recording(_torch.copy, tensor)
+            return without_recording(_torch.unseen, _torch.copy, tensor)
         if storage in frame.written:
-            return without_recording(self._copies.of, tensor)
+            return without_recording(_torch.unseen, self._copies.of, tensor)
         return tensor
 
     def _look_below(self, node: Any) -> None:

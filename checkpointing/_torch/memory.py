@@ -6,7 +6,7 @@ kernels look at them and may add in another order otherwise.
 
 import functools
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -53,10 +53,15 @@ def alias(tensor: Tensor) -> Tensor:
         with torch.inference_mode(False), unseen_by_modes():
             return copy(tensor)
     with counting_versions():
-        if type(tensor) in _PLAIN and mode_count():
-            with unseen_by_modes():
-                return tensor.detach()
-        return tensor.detach()
+        return unseen(Tensor.detach, tensor)
+
+
+def unseen(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Call a function of a tensor. No mode sees it, not even one of the user, if that is plain."""
+    if type(tensor) in _PLAIN and mode_count():
+        with unseen_by_modes():
+            return function(tensor)
+    return function(tensor)
 
 
 # ---- layouts
@@ -133,6 +138,12 @@ def laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
 def bytes_of(tensor: Tensor) -> Tensor:
     """The whole storage of `tensor`, as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def whole(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    """A tensor on all of a storage, of the type of `like`."""
+    with unseen_by_modes():
+        return torch.empty(0, dtype=like.dtype, device=storage.device).set_(storage)
 
 
 class Copies(dict[tuple[int, int], tuple[Tensor, Tensor]]):

@@ -233,6 +233,13 @@ OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
 CAST = torch.ops.aten._to_copy.default  # to another dtype or device
 CONVOLUTION = torch.ops.aten.convolution.default
+# Operators that take a storage, and the same with a tensor on it.
+TAKE_STORAGE = {
+    torch.ops.aten.set_.source_Storage: torch.ops.aten.set_.source_Tensor,
+    torch.ops.aten.set_.source_Storage_storage_offset: (
+        torch.ops.aten.set_.source_Tensor_storage_offset
+    ),
+}
 
 
 def quick_call(func: Any) -> Any:
@@ -456,6 +463,8 @@ SWITCHES: tuple[Any, ...] = (
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    # off in a backward that is called on a tensor of a subclass
+    (_C._get_torch_function_state, _C._set_torch_function_state),
 )
 if torch.backends.cuda.is_built():
     SWITCHES += (

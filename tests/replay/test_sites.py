@@ -221,6 +221,38 @@ def test_what_follows_a_backward_inside_is_recorded_where_it_runs():
     assert grads(checkpoint_scope) == grads(disabled)
 
 
+def test_what_one_plan_keeps_may_be_an_input_of_the_next_one():
+    """Of the part after a backward inside, which has a plan of its own; another program at the
+    site lies between two runs."""
+    w, layer = torch.randn(4, 4, requires_grad=True), nn.Linear(4, 4)
+
+    def backward_inside(x):
+        b = x * (x @ w)
+        c = b.cos()
+        e = x * c
+        leaf = e.detach().requires_grad_()
+        (g,) = torch.autograd.grad((leaf * x).sum(), leaf, create_graph=True)
+        return x + sum([c * e + x, g * b]).tanh()
+
+    def other(x):
+        y = layer(x)
+        layer(x + 1)
+        return x + y
+
+    def grads(around):
+        found = []
+        for fn in (backward_inside, other, backward_inside, backward_inside):
+            torch.manual_seed(0)
+            x = torch.randn(4, 4, requires_grad=True)
+            with around():
+                y = fn(x)
+            y.square().sum().backward()
+            found.append(bits(x.grad))
+        return found
+
+    assert grads(lambda: checkpoint_scope(auto(peak=1))) == grads(disabled)
+
+
 def test_what_a_backward_inside_brings_back_by_itself_stays_what_it_is():
     """A rerun around the scopes meets the same inputs as the forward, in the same order."""
     a, c = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
