@@ -64,7 +64,7 @@ class Store:
     def begin(self) -> None:
         """Hold nothing, and count from 0."""
         self.release()
-        self.saved_bytes = self.kept_bytes = self.decided_bytes = 0
+        self.saved_bytes = self.kept_bytes = self.decided_bytes = self._planned_bytes = 0
 
     def release(self) -> None:
         """Hold nothing: others have what they need."""
@@ -109,7 +109,7 @@ class Store:
     def hold(self, asked: Hold) -> None:
         """From here on a replay can start from what is in this cell now."""
         tensor = self.cells[asked.value[0]]()
-        self._planned.pop(asked.value, None)  # another plan would let it go
+        self._unplan(asked.value)  # another plan would let it go
         if asked.value not in self.held:
             if self.pieces is not None and self.pieces.may_write(asked, tensor):
                 self.held[asked.value] = self.pieces.copy(tensor)
@@ -137,7 +137,7 @@ class Store:
     def keep(self, asked: Hold, mover: Mover | None) -> None:
         """Hold a value that could be computed. The mover says where; None: as an input."""
         tensor = self.cells[asked.value[0]]()
-        self._planned.pop(asked.value, None)
+        self._unplan(asked.value)
         self._hold_kept(asked, tensor, mover)
         self.kept_bytes += _torch.memory_size(tensor)
 
@@ -149,16 +149,16 @@ class Store:
         assert self.placement is not None
         budget, place, _ = self.placement
         nbytes = _torch.memory_size(tensor) if counts else 0
-        kept = self.kept_bytes + nbytes
-        if budget is not None and sum(self._planned.values(), kept) > budget:
+        if budget is not None and self._planned_bytes + self.kept_bytes + nbytes > budget:
             return
         self._planned[asked.value] = nbytes
+        self._planned_bytes += nbytes
         self._hold_kept(asked, tensor, self.mover(place))
 
     def decide(self, asked: Hold) -> None:
         """Hold a decision."""
         tensor = self.cells[asked.value[0]]()
-        self._planned.pop(asked.value, None)
+        self._unplan(asked.value)
         if tensor is not None and asked.value not in self.held:
             self._hold_as(asked, tensor, None, "a decision")
             nbytes = _torch.memory_size(tensor)
@@ -256,10 +256,13 @@ class Store:
         """Of what plans keep, hold only this."""
         self._drop([value for value in self._planned if value not in kept])
 
+    def _unplan(self, value: Value) -> None:
+        self._planned_bytes -= self._planned.pop(value, 0)
+
     def _drop(self, values: Iterable[Value]) -> None:
         for value in values:
             del self.held[value]
-            self._planned.pop(value, None)
+            self._unplan(value)
         for there in (*self._on.values(), self._new):
             there[:] = [asked for asked in there if asked.value in self.held]
 
