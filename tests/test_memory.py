@@ -331,6 +331,18 @@ def test_memory_is_held_unless_its_parts_fill_it(dim):
     assert counts((0, 4), (5, 8)) == counts((0, 4), (3, 8)) == (x.nbytes, 2)
 
 
+def test_memory_that_parts_have_just_filled_may_be_kept():
+    x = torch.rand(8, 8).requires_grad_()
+    with checkpoint_scope() as scope:
+        h, rows = x * 2, torch.empty(8, 8)
+        rows[:4].copy_(h[:4])
+        rows[4:].copy_(h[4:])
+        loss = keep(rows).sin().exp().sum()
+    assert scope.stats.bytes_kept == rows.nbytes
+    loss.backward()
+    assert scope.stats.ops_replayed == 2
+
+
 def test_what_a_backward_inside_brings_back_is_not_held():
     """Its gradient's graph reads values that the block can make again."""
     x = torch.rand(1000).requires_grad_()

@@ -204,6 +204,7 @@ class Run(Follower):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Hold a value: recompute starts from it, and never crosses it."""
+        self.store.settle()
         self.keep_at(tensor, self._keeper)
         return tensor
 
