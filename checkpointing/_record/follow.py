@@ -304,8 +304,9 @@ class Follower(TorchDispatchMode, Position, Region):
     # ---- what is kept of results
 
     def _after(self, step: Step, function: Callable[..., Any], *given: Any) -> None:
-        """Do something when an operator has returned, if it has still to count versions up, or
-        made a tensor from nothing: where somebody holds that, torch goes on with a view of it."""
+        """Call a function after a step: when its operator has returned, if that has still to count
+        versions up, or has made a tensor from nothing. (Torch replaces such a tensor by an alias if
+        somebody holds it already.)"""
         if step.writes or not step.reads:
             self._later.append(partial(function, *given))
         else:

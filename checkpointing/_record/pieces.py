@@ -88,14 +88,18 @@ class Pieces:
     def leave(self, holds: Iterable[tuple[Hold, Held]], is_checked: bool) -> None:
         """What a piece holds belongs to holders now, and may be written later. `is_checked`: values
         are compared when they come back."""
-        for storage, there in [*self._held.items()]:  # a block that trains would collect them
-            self._held[storage] = [entry for entry in there if entry[0]() is not None]
-            if not self._held[storage]:
-                del self._held[storage]
         for asked, held in holds:
             if type(held) is Aliased:
                 entry = ref(held), asked.is_read or is_checked
                 self._held[_torch.storage_of(held.packed)].append(entry)
+
+    def forget_dead(self) -> None:
+        """Forget what nobody holds any more. A block with many backward passes inside would collect
+        it; where pieces end in one forward, nearly all is still held."""
+        for storage, there in [*self._held.items()]:
+            self._held[storage] = [entry for entry in there if entry[0]() is not None]
+            if not self._held[storage]:
+                del self._held[storage]
 
     def may_write(self, asked: Hold, tensor: Tensor) -> bool:
         """Whether earlier pieces have written there, as the next block may before backward."""
