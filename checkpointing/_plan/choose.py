@@ -80,18 +80,12 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
 
 def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) -> Filling:
     """The least recompute under a peak, of a few ways to cut."""
-    ways = cutting.cuts(peak, budget)
-    few = {0, len(ways) // 2, len(ways) - 1} if ways else ()
-    starts = [ways[n] for n in sorted(few)]
-    if budget is None or not starts:
-        starts.append(cuts)
-    found = [Filling(cutting.stretch, each, peak, budget) for each in starts]
-    best = sorted(found, key=Filling.key)[:_MOST_REFINED]
-    return min([filling.refine() for filling in best], key=Filling.key)
+    ways = [*cutting.cuts(peak, budget), cuts]
+    found = [Filling(cutting.stretch, each, peak, budget) for each in ways]
+    return min(found, key=Filling.key)
 
 
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
-_MOST_REFINED = 2  # ways to cut
 _MOST_PEAKS = 16  # that are tried for a budget
 _MOST_SLACK = 1 / 2  # what may be spent on less recompute: a part of the least peak
 # The same, within a window: what it keeps first is made by a replay, which should be short.

@@ -53,8 +53,6 @@ class Cutting:
         # By position: steps that windows run if they go up to here.
         self.done: dict[int, list[int]] = defaultdict(list)
         self.ends = {*stretch.positions}
-        # Memory that autograd saves anyway comes first.
-        self._price = {n: stretch.memories[n].cost + (n not in stretch.saved) for n in stretch.dear}
         self._openings: dict[int, Opening] = {}
         self._find_reads()
 
@@ -95,17 +93,17 @@ class Cutting:
     def cuts(self, peak: int, budget: int | None = None, most: int = 8) -> list[Cuts]:
         """Cuts under which no segment needs more than `peak`: those under which the least is held,
         and others, under which less runs again."""
-        stretch = self.stretch
+        stretch, memories = self.stretch, self.stretch.memories
         best: dict[int, list[Label]] = defaultdict(list)
         best[stretch.first] = [Label(0, 0.0, peak, frozenset(), ())]
         limit = peak if budget is None else min(peak, budget)
         for start in stretch.positions[:-1]:
             opening = self._openings[start]
             for label in best[start]:
-                prices = [0 if n in label.kept else self._price[n] for n in opening.across]
-                before = map(mul, prices, opening.read_before)
+                costs = [0 if n in label.kept else memories[n].cost for n in opening.across]
+                before = map(mul, costs, opening.read_before)
                 # By how many of these are held: bytes, and those that segments before have there.
-                held_by = [*accumulate(prices, initial=label.held)]
+                held_by = [*accumulate(costs, initial=label.held)]
                 before_by = [*accumulate(before, initial=0)]
                 for segment in opening.segments(peak):
                     there, room = best[segment.end], min(limit, peak - segment.need)

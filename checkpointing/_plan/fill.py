@@ -10,24 +10,18 @@ before. In backward, beside what it works with, each of these is there:
 
 from __future__ import annotations
 
-import heapq
-import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from itertools import accumulate, pairwise
-from operator import add, neg
+from operator import add
 
 from .stretch import Stretch
 
 Crosses = list[tuple[int, Set[int]]]
-# What is added to which peaks, from where on; and how much that is in all.
-Change = tuple["Peaks", int, int, int]
 
 
 class Filling:
     """A way to cut a stretch, and what is kept of it: under a peak, or in a budget."""
-
-    _has_news = False  # whether cuts or room have been found since it was filled
 
     def __init__(
         self, stretch: Stretch, cuts: Iterable[int], most: int = 0, budget: int | None = None
@@ -41,43 +35,26 @@ class Filling:
                 self.kept |= {number for number in across if self.memories[number].final <= start}
         self._simulate()
         if most:
-            self._cut_and_drop()
-            self._fill_on()
-
-    def refine(self) -> Filling:
-        """Fill again, where the last time has made room, or cuts free."""
-        for _ in range(_MOST_ROUNDS):
-            if not self._has_news:
-                break
-            ends, kept, most = self.ends, {*self.kept}, max(self.most, *self.peaks)
-            self._fill_on()
-            if max(self.peaks) > most:
-                self.ends, self.kept = ends, kept
+            for _ in range(_ROUNDS):  # the last one has made room, or cuts free
+                self._cut_and_drop()
+                self._fill()
                 self._simulate()
-                break
-        return self
+            self._cut_and_drop()
+
+    def keep(self, numbers: Iterable[int]) -> None:
+        """Keep these memories, and no others."""
+        self.kept = {*numbers}
+        self._simulate()
 
     def key(self) -> tuple[float, ...]:
-        """Better if less: the peak above what is allowed, then what is done again: floating-point
-        operations of products, and of all."""
-        flops = sum([self.model.path.steps[index].flops for index in self.again])
-        return max(self.most, *self.peaks), flops, self._work
+        """Better if less: the peak above what is allowed, then what is done again."""
+        return max(self.most, *self.peaks), self._work
 
-    def _fill_on(self) -> None:
-        self._fill()
-        self._simulate()
-        self._has_news = self._cut_and_drop()
-
-    def _cut_and_drop(self) -> bool:
-        """Where all that crosses is kept, a cut is free; what is not needed any more is not kept.
-        Returns whether there is such a thing."""
-        before = self.ends, self.kept
+    def _cut_and_drop(self) -> None:
+        """Cut where all that crosses is kept anyway, and drop what is not needed any more."""
         self.ends = sorted({*self.ends, *[at for at, across in self._crosses if not across]})
         self.kept = {*filter(self._is_wanted, self.kept)}
-        if (self.ends, self.kept) == before:
-            return False
         self._simulate()
-        return True
 
     @property
     def cuts(self) -> list[int]:
@@ -85,7 +62,7 @@ class Filling:
 
     @property
     def peak(self) -> int:
-        return max(*self.peaks, *self.forward)
+        return max(*self.peaks, *self.forward[self.stretch.first :])
 
     @property
     def nbytes(self) -> int:
@@ -161,10 +138,8 @@ class Filling:
                     for number in made:
                         if memories[number].maker == index:
                             reading.discard(number)
-                    early = model.early.get(index, ())
                     for number in stretch.reads[index]:
-                        is_there = number in self.kept and number not in early
-                        (needed if is_there else reading).add(number)
+                        (needed if number in self.kept else reading).add(number)
                 if index == start or (index in positions and index < end - 1):
                     crosses.append((index, reading & stretch.dear))
             for number in needed:
@@ -181,28 +156,30 @@ class Filling:
     # ---- filling
 
     def _fill(self) -> None:
-        """Take the steps whose results save most. Of equal ones the last is held for the shortest
-        time; within a window it is the first, so that what remains is at the end, where no replay
-        has to come by it again."""
-        self._forward_peaks = Peaks(self.forward, self.most)
-        self._backward_peaks = Peaks(self.peaks, self.most)
+        """Take the steps whose results save most, as long as there is room for them. Of equal ones
+        the last is held for the shortest time; within a window it is the first, so that what
+        remains is at the end, where no replay has to come by it again."""
+        # By position: the largest peak of the forward from there on, but for what is added here.
+        forward = [*accumulate([0, *reversed(self.forward)], max)][::-1]
         order = -1 if self.stretch.is_all else 1
-        # By what a step saves, negative; not known yet.
-        queue = sorted([(-math.inf, order * index) for index in self.again])
-        while queue:
-            known, place = heapq.heappop(queue)
-            made = self._results(order * place)
-            changes = self._room_for(order * place, made) if made else None
-            if changes is None:
-                continue  # there will not be more room
-            worth = self._worth(order * place, made)
-            # It may have been worth more before others were kept.
-            if known == -math.inf or (queue and -worth > queue[0][0]):
-                heapq.heappush(queue, (-worth, place))
-            elif worth > 0:
+        before, added, backward = self.nbytes, 0, self.peaks
+        worths = {index: self._worth(index, self._results(index)) for index in self.again}
+        for index in sorted(worths, key=lambda index: (-worths[index], order * index)):
+            made = self._results(index)
+            if not made:
+                continue
+            nbytes = self.stretch.cost(made)
+            first = bisect_right(self.ends, index)  # its own segment has them anyway
+            if self.budget is None:
+                dies = min([self.memories[number].dies for number in made])
+                peak = max([added + forward[min(dies, len(self.forward))], *backward[first:]])
+                has_room = peak + nbytes <= self.most
+            else:
+                has_room = before + added + nbytes <= self.budget
+            if has_room:
                 self.kept |= made
-                for peaks, at, nbytes, _ in changes:
-                    peaks.add(at, nbytes)
+                added += nbytes
+                backward[first:] = [peak + nbytes for peak in backward[first:]]
 
     def _results(self, index: int) -> set[int]:
         """What to keep in order not to run a step again; nothing, if that is not possible."""
@@ -221,53 +198,13 @@ class Filling:
                     continue
                 if not (number in made or gone.issuperset(again.intersection(memory.readers))):
                     continue
-                new = again.intersection([memory.maker, *memory.writers]) - gone
-                gone |= new
-                stack += sorted(new)
+                if memory.maker in again and memory.maker not in gone:
+                    gone.add(memory.maker)
+                    stack.append(memory.maker)
         return sum([self.model.work[step] for step in gone]) / max(1, self.stretch.cost(made))
 
-    def _room_for(self, index: int, made: set[int]) -> list[Change] | None:
-        """What changes if the results of a step are kept; None if there is no room for them."""
-        stretch, saved, memories = self.stretch, self.stretch.saved, self.memories
-        nbytes, new = stretch.cost(made), stretch.cost(made.difference(saved))
-        if self.budget is not None:
-            return [] if self.nbytes + nbytes <= self.budget else None
-        dies = min([memories[number].dies for number in made])
-        readers = [reader for number in made for reader in memories[number].readers]
-        users = [*self.again.intersection(readers), *[saved[n] for n in made if n in saved]]
-        lowest = min(users, default=self.model.count)
-        here, first = (bisect_right(self.ends, at) - 1 for at in (index, lowest))
-        backward = self._backward_peaks
-        changes = [(self._forward_peaks, dies, nbytes, nbytes)]
-        if first > here:
-            changes.append((backward, first, nbytes, nbytes))
-        else:  # its window delivers what is saved there, kept or not
-            changes += [(backward, here, new, new), (backward, here + 1, nbytes - new, nbytes)]
-        return changes if all(peaks.allow(at, n) for peaks, at, _, n in changes) else None
 
-
-class Peaks:
-    """Numbers up to `most`, to the last of which something is added now and then."""
-
-    def __init__(self, numbers: Sequence[int], most: int) -> None:
-        self._most = most
-        # By place: the largest number from there on; behind the last place, what has been added.
-        self._largest = [*accumulate([0, *reversed(numbers)], max)][::-1]
-
-    def allow(self, first: int, number: int) -> bool:
-        """Whether all from there on stay within `most` if this is added to them."""
-        return self._largest[min(first, len(self._largest) - 1)] + number <= self._most
-
-    def add(self, first: int, number: int) -> None:
-        """To all from there on."""
-        largest = self._largest
-        first = min(first, len(largest) - 1)
-        largest[first:] = [each + number for each in largest[first:]]
-        less = bisect_right(largest, -largest[first], 0, first, key=neg)
-        largest[less:first] = [largest[first]] * (first - less)
-
-
-_MOST_ROUNDS = 3
+_ROUNDS = 2
 _SURE = 0.9  # of the peak: segments that need less may be joined, though the model is not exact
 _FAR = 64  # steps, when the worth of one is found
 # What Python takes to run a step again, and to keep a memory, in the floating-point operations of

@@ -185,39 +185,29 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
     parameters and their views if the same operator saves them, what is drawn from nothing (the
     masks of dropout), and views of what that group starts from, too. Backward needs that group for
     longer, so no input is held for longer than before. Views that were saved before all else join
-    the first group if it starts from their base alone. All other parameters and their views join
-    one group that backward needs before them and after them, or have one window."""
+    the first group if it starts from their base alone."""
     found: list[list[int]] = []
-    small: list[tuple[list[int], Set[Value], bool]] = []
+    small: list[tuple[list[int], Set[Value]]] = []
     # By slot: its group, and the inputs and kept values that this starts from.
     hosts: dict[int, tuple[list[int], Set[Value]]] = {}
     for slots in groups:
         steps, starts = path.slice_of([path.slots[slot].value for slot in slots])
         inputs = starts - path.parameters
-        are_views = all(path.steps[index].is_view for index in steps)
-        computes = starts and not are_views
+        computes = starts and not all(path.steps[index].is_view for index in steps)
         if computes:
             hosts.update(dict.fromkeys(slots, (slots, inputs)))
         if computes or (inputs and not steps):  # that is held, and handed out as it is
             found.append(slots)
         else:
-            small.append((slots, inputs, are_views))
-    rest: list[int] = []
+            small.append((slots, inputs))
     order = sorted(hosts)
-    for slots, inputs, are_views in small:
-        before = bisect_right(order, min(slots)) - 1
-        around, saver = order[max(0, before) : before + 2], path.saved_after[min(slots)]
+    for slots, inputs in small:
+        before, saver = bisect_right(order, min(slots)) - 1, path.saved_after[min(slots)]
+        around = order[max(0, before) : before + 2]
         beside = [slot for slot in around if path.saved_after[slot] == saver]
-        host, held = hosts[(beside or around)[0]] if around else (rest, frozenset())
-        if are_views and not (beside or inputs):
-            rest += slots
-        elif not inputs or (inputs <= held if before >= 0 else inputs == held):
+        host, held = hosts[(beside or around)[0]] if around else (slots, frozenset())
+        if around and (not inputs or (inputs <= held if before >= 0 else inputs == held)):
             host += slots
         else:
             found.append(slots)
-    for slots in found if rest else ():
-        if min(slots) < min(rest) and max(rest) < max(slots):  # needed before, and for longer
-            slots += rest
-            rest = []
-            break
-    return [sorted(slots) for slots in [*found, rest] if slots]
+    return [sorted(slots) for slots in found]

@@ -73,7 +73,6 @@ class Model:
         self._last_read: dict[int, int] = {}  # by part of a memory, or cell: a step
         # By slot that the block has made: the position at which backward wants it, and the memory.
         self.saves: dict[int, tuple[int, int]] = {}
-        self._saved: set[Value] = set()  # by the slots before
         for step in path.steps:
             self._add(step)
         for number in range(len(path.slots)):
@@ -101,10 +100,8 @@ class Model:
         """Find which memories can be held, from when on, and what that costs. Somebody else holds
         those `elsewhere` when the block has ended."""
         saved = {number for _, number in self.saves.values()}
-        unfinished: set[Value] = set()
         for memory in self.memories.values():
-            unfinished.update(filter(self._is_unfinished, memory.values))
-            memory.values -= unfinished
+            memory.values -= {*filter(self._is_unfinished, memory.values)}
             if not (memory.nbytes and memory.values):
                 memory.final = self.never
             memory.is_theirs = memory.number in elsewhere and not memory.is_cheap
@@ -112,12 +109,6 @@ class Model:
                 memory.cost = 0
             elif memory.is_theirs:  # it may be written after the block
                 memory.final = self.never
-        # By step: memories of which it reads what a later step writes over.
-        self.early = {
-            step.index: {self.path.memory_of[c] for c, _ in unfinished.intersection(step.reads)}
-            for step in self.path.steps
-            if not unfinished.isdisjoint(step.reads)
-        }
 
     def _is_unfinished(self, value: Value) -> bool:
         """Whether a later step writes to a value: to hold the memory is not to hold it. What reads
@@ -206,9 +197,8 @@ class Model:
             return
         # What is saved just after its maker is the maker's result, saved for its own backward, or
         # else an input of the next step, which has not run yet.
-        is_input = self.path.there_after(slot.value) < after or slot.value in self._saved
+        is_input = self.path.there_after(slot.value) < after
         is_input |= not self._saves(self.path.steps[after], slot.cell)
-        self._saved.add(slot.value)
         position = min(max(after, 0) + is_input, self.count - 1)
         memory.values.add(slot.value)
         memory.last_use = max(memory.last_use, position)
@@ -289,8 +279,6 @@ class Model:
                 first = min([self.memories[number].maker for number in self.reads[step.index]])
                 pending.append((first + 1, step.index, made))
             more = _DERIVATIVES.get(step.info.base, 0) * self._bytes_of(self.reads[step.index])
-            if self.path.writes_part(step):  # the gradient of the whole is copied
-                more += made
             if more:
                 pending.append((step.index + 1, step.index + 1, more))
         for number, uses in self._uses.items():
@@ -301,11 +289,10 @@ class Model:
                     pending.append((uses[0] + 1, uses[-1], nbytes))
                 # Each new sum is a third one, beside both parts; the gradient that a node has read
                 # is free by then.
-                if self.path.steps[uses[-1]].func is not _torch.CAST:
-                    pending += [
-                        (index + 1, index + 1, max(0, nbytes - self._bytes_of(self.made[index])))
-                        for index in uses[:-1]
-                    ]
+                pending += [
+                    (index + 1, index + 1, max(0, nbytes - self._bytes_of(self.made[index])))
+                    for index in uses[:-1]
+                ]
         return pending
 
 

@@ -96,7 +96,7 @@ def plan_of(run: Run, old: Plan | None = None) -> Plan:
 def _planned(model: Model, asked: Placement, others: int) -> Plan:
     """The plan for what the user asks, beside what others keep."""
     budget, _, peak = asked
-    stretch = Stretch(model)
+    stretch = Stretch(model, model.held)
     if not stretch.saved:
         plan = Plan(model.path)
         plan.peak = max(stretch.live)
@@ -160,7 +160,7 @@ def _split(group: Group, choice: Filling, budget: int, peak: int) -> int:
     order, _ = group.path.slice_of([group.path.slots[slot].value for slot in group.slots])
     if not order:
         return 0
-    stretch = Stretch(model, group.slots, choice.stretch.held | choice.kept, order)
+    stretch = Stretch(model, choice.stretch.held | choice.kept, group.slots, order)
     need = Filling(stretch, ()).peak
     if stretch.cost(stretch.dear & stretch.saved.keys()) <= budget:
         return need

@@ -7,7 +7,7 @@ steps are another one: what lies before is held, or made by others.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import cached_property
 
 from .model import Model
@@ -20,13 +20,14 @@ class Stretch:
     def __init__(
         self,
         model: Model,
+        held: Set[int],
         slots: Iterable[int] | None = None,
-        held: Iterable[int] = (),
         window: Sequence[int] = (),
     ) -> None:
+        """`held` are memories from which any window can start."""
         self.model, self.memories = model, model.memories
         self.is_all = not window
-        self.held = model.held.union(held)
+        self.held = held
         saves = model.saves if slots is None else model.saves.keys() & slots
         wanted = [model.saves[slot] for slot in saves]
         wanted = [(position, memory) for position, memory in wanted if memory not in self.held]
@@ -48,9 +49,6 @@ class Stretch:
         self.dear = {m.number for m in dear if m.maker >= self.first}
         self.reads = [(*filter(self.dear.__contains__, read),) for read in model.reads]
         spans = [(m.maker + 1, m.last_use, m.cost) for m in dear]
-        # Who cuts before an activation in place has to make what it writes to again.
-        soon = [m for m in dear if m.maker < m.final - 1 <= m.maker + _SOON]
-        spans += [(m.maker + 1, m.final - 1, m.cost) for m in soon]
         self.crossing = model.sums(spans)
         self.positions = self._candidates()
 
@@ -113,6 +111,5 @@ def _is_low(before: int, here: int, after: int) -> bool:
     return here <= before and (here <= after or here >= _MUCH * after)
 
 
-_SOON = 8  # steps
 _MUCH = 1.5  # times: a step that leaves so much less is worth a cut before it
 _MOST_CANDIDATES = 96

@@ -199,10 +199,6 @@ class Path:
                 return True
         return not step.targets
 
-    def writes_part(self, step: Step) -> bool:
-        """Whether a step writes through a view."""
-        return not self._bases.keys().isdisjoint(step.targets)
-
     def _line(self, cell: int) -> list[int]:
         """A tensor, and what it is a view of."""
         line = [cell]

@@ -16,7 +16,7 @@ from torch import nn
 from checkpointing import _torch, auto, checkpoint_scope, clear_programs, forecast, keep
 from checkpointing._plan import groups, plan
 from checkpointing._plan.choose import choose, choose_within
-from checkpointing._plan.fill import Filling, Peaks
+from checkpointing._plan.fill import Filling
 from checkpointing._plan.repeats import repeats
 from checkpointing._plan.stretch import Stretch
 from checkpointing._record import program as programs
@@ -101,7 +101,7 @@ def stretch_of(build, has_gradients=True):
     planned = plan._planned
 
     def look(model, *rest):
-        seen.append(Stretch(model))
+        seen.append(Stretch(model, model.held))
         return planned(model, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -121,8 +121,7 @@ def all_ways(stretch):
 def keeping(stretch, cuts, more):
     """A way to cut that keeps the results of these steps, too."""
     filling = Filling(stretch, cuts)
-    filling.kept |= {number for index in more for number in filling._results(index)}
-    filling._simulate()
+    filling.keep(filling.kept.union(*map(filling._results, more)))
     return filling
 
 
@@ -207,19 +206,6 @@ def test_peaks_are_sums_over_what_is_there(build):
                         made += {number} - filling.kept
                 there.append(model.backward[at] + stretch.cost(kept) + stretch.cost(made))
             assert max(there) == found
-
-
-def test_peaks_are_a_list_with_additions():
-    draw = random.Random(0)
-    numbers = [draw.randrange(100) for _ in range(37)]
-    most = 500
-    peaks = Peaks(numbers, most)
-    for _ in range(200):
-        at, more = draw.randrange(37), draw.randrange(10)
-        peaks.add(at, more)
-        numbers[at:] = [number + more for number in numbers[at:]]
-        at, more = draw.randrange(37), draw.randrange(200)
-        assert peaks.allow(at, more) == (max(numbers[at:]) + more <= most)
 
 
 def test_all_runs_of_repeats_count():
