@@ -340,6 +340,36 @@ def test_large_buffers_that_are_written_are_refused_by_rerun(door):
             train(model, DOORS[door](model))
 
 
+class Leaky(nn.Module):
+    """A spiking neuron: its state is a buffer, which each call sets anew."""
+
+    def __init__(self, keeps, persistent):
+        super().__init__()
+        self.keeps = keeps
+        self.register_buffer("state", torch.zeros(4), persistent=persistent)
+
+    def forward(self, x):
+        self.state = self.keeps * self.state + x.detach()[1]
+        return (x * self.state).square()
+
+
+@DOOR
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("keeps", [0, 0.5], ids=["follows from the input", "is a state"])
+def test_a_buffer_that_is_not_persistent_and_set_anew(keeps, persistent, door):
+    def train(module, run):
+        x = leaf()
+        y = sum(run(x * n) for n in (1, 2))
+        left = module.state
+        y.sum().backward()
+        assert module.state is left
+        return bits([x.grad, module.state])
+
+    want = Leaky(keeps, persistent)
+    module = copy.deepcopy(want)
+    assert train(module, DOORS[door](module)) == train(want, want)
+
+
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_region_runs_no_operators_but_the_copies(mode):
     """One clone per buffer in training mode, none otherwise. (Modes see none of saved buffers.)"""

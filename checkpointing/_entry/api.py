@@ -509,9 +509,13 @@ class _Block:
                 mode.__exit__(*error)
             else:
                 _torch.remove_mode(mode)
-        frame.run.close()
-        complaint = frame.close()
-        if error[0] is not None:
+        try:
+            frame.run.close()
+            complaint = frame.close()
+        except Exception:
+            if error[0] is None:
+                raise
+        if error[0] is not None:  # an interrupt may have left the run between two steps
             return
         if not in_order:
             raise errors.crossed(frame)

@@ -5,7 +5,7 @@ Invariant: it follows from the path alone, so it is found again when a run leave
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,14 +184,19 @@ class Memories:
             return None
         return memory
 
-    def _tensors_of(self, memory: Memory) -> list[Tensor]:
-        """The tensors that are alive of those that have been there."""
-        tensors = map(self.tensor_in, memory.cells)
-        return [tensor for tensor in tensors if tensor is not None]
+    def _tensors_of(self, memory: Memory) -> Iterator[Tensor]:
+        """The tensors that are alive of those that have been there. Mostly the first one is, so
+        that nobody looks further; those before it are forgotten."""
+        cells = memory.cells
+        while cells and self.tensor_in(cells[0]) is None:
+            del cells[0]
+        for tensor in map(self.tensor_in, cells):
+            if tensor is not None:
+                yield tensor
 
     def find_gone(self, step: Step) -> None:
         """Note the memories of recorded operators that nobody holds any more after a step."""
-        gone = [n for n in self._alive if not self._tensors_of(self._memories[n])]
+        gone = [n for n in self._alive if next(self._tensors_of(self._memories[n]), None) is None]
         self._alive.difference_update(gone)
         step.gone = tuple(gone)
 

@@ -8,7 +8,7 @@ refer to the originals.
 """
 
 import operator
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch, errors
-from .._engine import Aliased, Field, Undo, named, without_recording
+from .._engine import ATOMS, Aliased, Field, Undo, named, without_recording
 from .inputs import Inputs, items_of
 
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
@@ -55,7 +55,9 @@ class Buffers:
         """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
         flags: dict[nn.Module, Any] = {}  # None: frozen TorchScript, which has no flag
-        self._entries: list[tuple[nn.Module, dict[str, Any]]] = []  # with the buffers they had
+        # With the buffers they had, and the numbers beside these.
+        self._entries: list[tuple[nn.Module, dict[str, Any], list[Any]]] = []
+        self._without_caches: set[nn.Module] = set()
         self._owners = []  # modules with parameters
         modules: list[nn.Module | None] = [*inputs.modules]
         for module in modules:
@@ -70,7 +72,7 @@ class Buffers:
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
                 inputs.generators += _generators_of(module)
             if buffers:
-                self._entries.append((module, dict(buffers)))
+                self._entries.append((module, dict(buffers), _numbers_of(module)))
         self._flags = flags
         self._parameters = self._present()
         inputs.devices |= {tensor.device for tensor in self._parameters if not tensor.is_cpu}
@@ -86,7 +88,7 @@ class Buffers:
     def _capture(self) -> None:
         """Copy the buffers that can be rewound, and note the versions of the others."""
         small = []  # two that share memory are rewound twice, to the same values
-        for module, buffers in self._entries:
+        for module, buffers, _ in self._entries:
             for name, tensor in buffers.items():
                 if tensor is None:
                     continue
@@ -99,8 +101,15 @@ class Buffers:
             self.then = Moment(small, [t if _is_dense(t) else _torch.bytes_of(t) for t in small])
 
     def end(self) -> None:
-        """The region has run. Parameters that it has written itself are not guarded."""
+        """The region has run. Parameters that it has written itself are not guarded.
+
+        A buffer that is not persistent, and is set anew while a number beside it changes, is a
+        cache that the number describes (the length of rotary embeddings): it stays as it is.
+        """
         self._trained = [pair for pair in self._trained if pair[0]._version == pair[1]]
+        for module, _, numbers in self._entries:
+            if numbers == _numbers_of(module):
+                self._without_caches.add(module)
 
     def written(self, frame: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward.
@@ -129,9 +138,11 @@ class Buffers:
         if flags != self._flags:
             undo.append((_set_flags, flags))
             _set_flags(self._flags)
-        for module, buffers in self._entries:
-            undo.append((partial(_set, module), dict(_torch.buffers_of_module(module)[0])))
-            _set(module, buffers)
+        for module, buffers, _ in self._entries:
+            store, caches = _torch.buffers_of_module(module)
+            stay = () if module in self._without_caches else caches
+            undo.append((partial(_set, module, stay), dict(store)))
+            _set(module, stay, buffers)
         if self.then.tensors:
             parts = [part for each in self.then.tensors for part in _torch.plain_parts(each)]
             self.rewound = {*map(_torch.storage_id, parts)}
@@ -179,16 +190,22 @@ def _set_flags(flags: dict[nn.Module, bool | None]) -> None:
             module.training = is_training
 
 
-def _set(module: nn.Module, then: dict[str, Any]) -> None:
-    """Give a module these buffers, if others have been set. A buffer that is not persistent is a
-    cache that an attribute describes (the length of rotary embeddings): it stays as it is."""
-    store, caches = _torch.buffers_of_module(module)
+def _numbers_of(module: nn.Module) -> list[Any]:
+    """Numbers and their like beside buffers that are not persistent."""
+    if not _torch.buffers_of_module(module)[1]:
+        return []
+    return [value for value in vars(module).values() if type(value) in ATOMS]
+
+
+def _set(module: nn.Module, stay: Iterable[str], then: dict[str, Any]) -> None:
+    """Give a module these buffers, if others have been set, but for those that stay."""
+    store, _ = _torch.buffers_of_module(module)
     now = dict(store)
     if now.keys() == then.keys() and all(map(operator.is_, now.values(), then.values())):
         return
     if isinstance(store, dict):  # a scripted module can have no other names
         store.clear()
-    for name, tensor in {**then, **{name: now[name] for name in caches & now.keys()}}.items():
+    for name, tensor in {**then, **{name: now[name] for name in stay if name in now}}.items():
         store[name] = tensor
 
 

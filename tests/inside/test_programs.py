@@ -21,6 +21,8 @@ from checkpointing._plan.repeats import repeats
 from checkpointing._plan.stretch import Stretch
 from checkpointing._record import program as programs
 from checkpointing._record.history import History
+from checkpointing._record.memories import Memories
+from checkpointing._record.position import Position
 from checkpointing._replay import replay
 
 pytestmark = pytest.mark.usefixtures("frozen")
@@ -412,3 +414,54 @@ def test_windows_are_found_once_where_a_budget_has_no_room_for_all_of_a_plan(mon
 
     counts = 1000, 1000, 1000, 1400, 1400, 1000, 1400
     assert [step(count) for count in counts][2:] == [0, 1, 0, 0, 0]
+
+
+def test_recording_takes_no_longer_for_each_view_of_a_memory(monkeypatch):
+    """Of many views that came and went, only those that are alive are looked at."""
+    looks = []
+    tensor_in = Memories.tensor_in
+    monkeypatch.setattr(
+        Memories, "tensor_in", lambda *where: looks.append(where) or tensor_in(*where)
+    )
+
+    def recorded(rows):
+        looks.clear()
+        clear_programs()
+        w, out = torch.ones(4, requires_grad=True), torch.zeros(rows, 4)
+        with checkpoint_scope(auto()):
+            for row in range(rows):
+                out[row] += w.detach() * row
+            (w * out).sum()
+        return len(looks)
+
+    assert recorded(80) < 2.2 * recorded(40)
+
+
+@pytest.mark.parametrize("policy", [None, auto()], ids=str)
+def test_an_interrupt_in_the_midst_of_recording_leaves_a_block_as_an_interrupt(policy, monkeypatch):
+    go_to = Position._go_to
+    countdown = []
+
+    def interrupted(run, step):
+        if countdown and not countdown.pop():
+            raise KeyboardInterrupt
+        go_to(run, step)
+
+    monkeypatch.setattr(Position, "_go_to", interrupted)
+
+    def step():
+        x = torch.ones(4, requires_grad=True)
+        with checkpoint_scope(policy):
+            y = (x * 2).exp().sin()
+        y.sum().backward()
+        return x.grad
+
+    want = step()
+    for n in range(4):
+        clear_programs()
+        countdown[:] = [False, *[True] * n]
+        if n < 3:
+            with pytest.raises(KeyboardInterrupt):
+                step()
+        assert torch.equal(step(), want)
+        countdown.clear()
