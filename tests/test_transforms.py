@@ -8,7 +8,7 @@ from beside import Code
 from oracle import DOORS, EACH_DOOR, Programs, apply, bits, plain
 from torch import func, nn
 
-from checkpointing import checkpointed
+from checkpointing import checkpointed, opaque
 
 # What torch's forward mode imports when it is first used.
 pytestmark = [
@@ -132,6 +132,14 @@ def tangent(function, x, w):
     return func.jvp(function, (x,), (w,))[1].tanh()
 
 
+def tangent_before_opaque(x, w):
+    """The tangents of weights are efficient zeros, which have no memory."""
+    value, tangent = func.jvp(lambda x: nn.functional.linear(x, w.outer(w), w), (x,), (x,))
+    with opaque():
+        pass
+    return value * tangent
+
+
 def noise(x):
     return nn.functional.dropout(x, 0.5).exp()
 
@@ -142,6 +150,7 @@ INSIDE = {
     "jvp": lambda x, w: tangent(lambda x: (x * w).sin().exp(), x, torch.ones_like(x)),
     "vmap of jvp": lambda x, w: func.vmap(lambda row: tangent(function, row * w, w))(x),
     "dual numbers": dual,
+    "jvp before opaque": tangent_before_opaque,
     "region in vmap": lambda x, w: func.vmap(checkpointed(lambda row: function(row * w)))(x).cos(),
 }
 

@@ -17,6 +17,7 @@ from .names import (
     below_versions,
     counting_versions,
     has_storage,
+    is_zeros,
     mode_count,
     plain_parts,
     storage_id,
@@ -156,7 +157,7 @@ class Copies(dict[tuple[int, int], tuple[Tensor, Tensor]]):
             del self[key]
 
     def of(self, tensor: Tensor) -> Tensor:
-        if not has_storage(tensor):
+        if not has_storage(tensor) or is_zeros(tensor):
             return copy(tensor)
         key = storage_id(tensor), version(tensor)
         if key not in self:
