@@ -76,10 +76,10 @@ class Buffers:
         self._flags = flags
         self._parameters = self._present()
         inputs.devices |= {tensor.device for tensor in self._parameters if not tensor.is_cpu}
-        self._trained = [
+        self._versions = [
             (tensor, tensor._version)
             for tensor in self._parameters
-            if tensor.requires_grad and not (_torch.is_lazy(tensor) or tensor.is_inference())
+            if not (_torch.is_lazy(tensor) or tensor.is_inference())
         ]
         self._guarded: list[Aliased] = []
         if self._entries:
@@ -106,13 +106,13 @@ class Buffers:
         A buffer that is not persistent, and is set anew while a number beside it changes, is a
         cache that the number describes (the length of rotary embeddings): it stays as it is.
         """
-        self._trained = [pair for pair in self._trained if pair[0]._version == pair[1]]
+        self._versions = [pair for pair in self._versions if pair[0]._version == pair[1]]
         for module, _, numbers in self._entries:
             if numbers == _numbers_of(module):
                 self._without_caches.add(module)
 
     def written(self, frame: object) -> list[Tensor]:
-        """The parameters that train and have been written since the forward.
+        """The parameters that have been written since the forward.
 
         Tensors in the place of parameters must be there still, and frozen parameters must have the
         same values. (Hooks may gather parameters, or bring them in for each call.)
@@ -124,7 +124,7 @@ class Buffers:
             is_gone = not isinstance(tensor, nn.Parameter) and id(tensor) not in map(id, now)
             if is_gone or _is_another(tensor, other):
                 raise errors.exchanged(frame, named("a parameter", tensor))
-        return [each for each, version in self._trained if each._version != version]
+        return [each for each, version in self._versions if each._version != version]
 
     def _present(self) -> list[Tensor]:
         owned = [module._parameters.values() for module in self._owners]
