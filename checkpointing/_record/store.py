@@ -185,9 +185,10 @@ class Store:
     def holds_on(self, memories: tuple[int, ...]) -> bool:
         """Whether something is held on one of these."""
         on = self._on
-        for asked in self._new:
-            on[asked.memory].append(asked)
-        self._new.clear()
+        if self._new:
+            for asked in self._new:
+                on[asked.memory].append(asked)
+            self._new.clear()
         return not on.keys().isdisjoint(memories)
 
     def before_write(self, step: Step, targets: list[Tensor]) -> None:
