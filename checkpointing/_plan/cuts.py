@@ -78,7 +78,7 @@ class Cutting:
     def least_peak(self, budget: int | None = None) -> tuple[int, Cuts]:
         """The least peak that cuts can have, and those cuts."""
         stretch = self.stretch
-        low, high = 0, max(1024, *stretch.model.backward, *stretch.live)
+        low, high = 0, max(1024, *stretch.model.backward, *stretch.model.live)
         while not (best := self.cuts(high, budget, 1)):
             low, high = high, 2 * high
         while high - low > max(64, high // 256):
@@ -106,10 +106,10 @@ class Cutting:
                 held_by = [*accumulate(costs, initial=label.held)]
                 before_by = [*accumulate(before, initial=0)]
                 for segment in opening.segments(peak):
-                    there, room = best[segment.end], min(limit, peak - segment.need)
+                    there = best[segment.end]
                     held = held_by[segment.reads]
                     work = label.work + segment.work if most > 1 else 0.0
-                    if held > room or any(x.held <= held and x.work <= work for x in there):
+                    if held > limit or any(x.held <= held and x.work <= work for x in there):
                         continue
                     left = min(label.room - before_by[segment.reads], peak - segment.need - held)
                     kept = label.kept.union(opening.across[: segment.reads])
@@ -119,7 +119,7 @@ class Cutting:
 
     def _fits(self, held: int, kept: Iterable[int], worst: int, peak: int) -> bool:
         """Whether the forward has room at this step for what is kept, and has died by then."""
-        room = peak - self.stretch.live[worst]
+        room = peak - self.stretch.model.live[worst]
         if held <= room:
             return True
         dead = [n for n in kept if self.stretch.memories[n].dies <= worst]
@@ -161,7 +161,7 @@ class Opening:
     def _find(self, cutting: Cutting, start: int) -> Iterator[Segment]:
         """Take one step after the other into a segment."""
         stretch, done, ends = cutting.stretch, cutting.done, cutting.ends
-        live, backward, works = stretch.live, stretch.model.backward, stretch.model.work
+        live, backward, works = stretch.model.live, stretch.model.backward, stretch.model.work
         wanted = stretch.wanted
         held = need = 0
         work, worst = 0.0, start

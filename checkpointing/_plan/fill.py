@@ -95,7 +95,7 @@ class Filling:
         self._crosses = self._find_windows()
         kept = [memories[number] for number in self.kept]
         dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
-        self.forward: list[int] = [*map(add, stretch.live, dead)][: stretch.last]
+        self.forward: list[int] = [*map(add, stretch.model.live, dead)][: stretch.last]
         spans = []
         for memory in kept:
             needed = self._first.get(memory.number, model.count)
@@ -198,9 +198,9 @@ class Filling:
                     continue
                 if not (number in made or gone.issuperset(again.intersection(memory.readers))):
                     continue
-                if memory.maker in again and memory.maker not in gone:
-                    gone.add(memory.maker)
-                    stack.append(memory.maker)
+                new = again.intersection([memory.maker]) - gone
+                gone |= new
+                stack += new
         return sum([self.model.work[step] for step in gone]) / max(1, self.stretch.cost(made))
 
 

@@ -45,7 +45,6 @@ class Memory:
         self.final = maker + 1  # the first position at which it is what it will be
         self.readers: tuple[int, ...] = ()  # steps
         self.last_read = maker  # by a step
-        self.last_use = maker  # by a step or a slot
         self.dies = never  # the step after which nobody outside holds it
         # That are saved, or read by others than those who write to it.
         self.values: set[Value] = set()
@@ -79,7 +78,7 @@ class Model:
             self._add_slot(number)
         for number in self._sent.keys() & self.memories.keys():
             memory = self.memories[number]
-            memory.dies = max(memory.last_use, self._sent[number])
+            memory.dies = max(memory.last_read, self._sent[number])
         given = {path.memory_of[cell] for cell, _ in path.given}
         self._find_final({path.memory_of[cell] for cell in run.alive()} - given)
         # When small ones die may depend on the garbage collector, which differs from rank to rank.
@@ -161,7 +160,7 @@ class Model:
                 self.memories[number].values.add(value)
         for number in read:
             memory = self.memories[number]
-            memory.last_read = memory.last_use = step.index
+            memory.last_read = step.index
             memory.readers += (step.index,)
         self.reads[step.index] = (*sorted(read),)
 
@@ -201,7 +200,6 @@ class Model:
         is_input |= not self._saves(self.path.steps[after], slot.cell)
         position = min(max(after, 0) + is_input, self.count - 1)
         memory.values.add(slot.value)
-        memory.last_use = max(memory.last_use, position)
         self.saves[number] = position, memory.number
 
     def _saves(self, step: Step, cell: int) -> bool:

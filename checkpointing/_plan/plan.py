@@ -99,7 +99,7 @@ def _planned(model: Model, asked: Placement, others: int) -> Plan:
     stretch = Stretch(model, model.held)
     if not stretch.saved:
         plan = Plan(model.path)
-        plan.peak = max(stretch.live)
+        plan.peak = max(model.live)
         return plan
     if budget is None:
         return _laid_over(choose(stretch, None if peak is None else max(0, peak - others)))
@@ -168,9 +168,6 @@ def _split(group: Group, choice: Filling, budget: int, peak: int) -> int:
     if not first.kept:
         return need
     group.split(model.values(first.kept), first.cuts)
-    if max(len(part.slots) for part in group.parts) == len(group.slots):
-        group.parts = []
-        return need
     return _split_all(group.parts, first, budget, peak)
 
 

@@ -35,7 +35,6 @@ class Stretch:
         if window:
             self.first = window[0]
             self.last = 1 + max([window[-1], *[position for position, _ in wanted]])
-        self.live = model.live if self.is_all else self._live_in_replay(window)
         # By position: memories that autograd has saved.
         self.wanted: dict[int, set[int]] = defaultdict(set)
         for position, memory in wanted:
@@ -48,41 +47,26 @@ class Stretch:
         # A window that reads it must have made it.
         self.dear = {m.number for m in dear if m.maker >= self.first}
         self.reads = [(*filter(self.dear.__contains__, read),) for read in model.reads]
-        spans = [(m.maker + 1, m.last_use, m.cost) for m in dear]
-        self.crossing = model.sums(spans)
+        self.crossing = model.sums((m.maker + 1, m.last_read, m.cost) for m in dear)
         self.positions = self._candidates()
 
-    def _live_in_replay(self, window: Sequence[int]) -> list[int]:
-        """What is there while a replay runs these steps: what it has made and still reads, and
-        gradients."""
-        made = {number for index in window for number in self.model.made[index]}
-        found = [self.memories[number] for number in sorted(made)]
-        spans = [(m.maker, m.last_read, m.nbytes) for m in found if m.maker >= self.first]
-        return self.model.sums([*spans, (0, self.model.count, self.model.backward[self.last - 1])])
-
     def _candidates(self) -> list[int]:
-        """Positions that little crosses, or much less after the next step, and the ends."""
+        """The ends, and positions that little crosses, or much less after the next step: in each
+        part, the one that the fewest bytes cross. Parts are even in steps and in saved bytes
+        together, since a stem may save most of the bytes in a few steps."""
         crossing, first, last = self.crossing, self.first, self.last
         found = [
             p
             for p in range(first + 1, last)
             if self.model.made[p - 1] and _is_low(*crossing[p - 1 : p + 2])
         ]
-        if len(found) > _MOST_CANDIDATES:
-            found = self._lowest(found)
-        return [first, *found, last]
-
-    def _lowest(self, positions: Sequence[int]) -> list[int]:
-        """The position that the fewest bytes cross, in each part. Parts are even in steps and in
-        saved bytes together, since a stem may save most of the bytes in a few steps."""
         count, memories = self.model.count, self.memories
         there = self.model.sums((at, count, memories[n].cost) for n, at in self.saved.items())
-        steps, nbytes = self.last - self.first, max(1, there[count])
         best: dict[int, int] = {}  # by part
-        for p in sorted(positions, key=self.crossing.__getitem__):
-            far = (p - self.first) / steps + there[p] / nbytes
+        for p in sorted(found, key=crossing.__getitem__):
+            far = (p - first) / (last - first) + there[p] / max(1, there[count])
             best.setdefault(int(far / 2 * _MOST_CANDIDATES), p)
-        return sorted(best.values())
+        return [first, *sorted(best.values()), last]
 
     @cached_property
     def blocks(self) -> list[range]:
