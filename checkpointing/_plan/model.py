@@ -89,7 +89,7 @@ class Model:
             (index, self.count, sum([state.nbytes for state in drawn.states]))
             for index, drawn in run.store.random.items()
         ]
-        self.live = self.sums([*spans, *states, *self._copies(0)])
+        self.live = self.sums([*spans, *states])
         self._missing = {path.memory_of[cell] for cell in waiting} & self._uses.keys()
         spans = [*states, *self._besides(), *self._needed_by_backward()]
         # What the steps after it have made is there, too.
@@ -224,15 +224,6 @@ class Model:
         there += [(0, self._uses[n][-1], self._gradients[n]) for n in self._missing]
         return there
 
-    def _copies(self, shift: int) -> list[Span]:
-        """What convolutions work with on their own: copies in another layout, about as large as
-        what they read and make. (Measured with oneDNN on a CPU, and with nothing else.)"""
-        return [
-            (at + shift, at + shift, self._bytes_of([*self.reads[at], *self.made[at]]))
-            for at, step in enumerate(self.path.steps)
-            if step.func is _torch.CONVOLUTION
-        ]
-
     def _bytes_of(self, numbers: Iterable[int]) -> int:
         return sum([self.memories[number].nbytes for number in numbers])
 
@@ -270,13 +261,18 @@ class Model:
     def _needed_by_backward(self) -> list[Span]:
         """By position to which backward has come: bytes that it works with, beside what is kept or
         was saved."""
-        pending = [*self._gradients_of_memories(), *self._copies(1)]
+        pending = [*self._gradients_of_memories()]
         for step in self.path.steps:
             made = self._bytes_of(self.made[step.index])
             if step.info.base in _JOINS and self.reads[step.index]:
                 first = min([self.memories[number].maker for number in self.reads[step.index]])
                 pending.append((first + 1, step.index, made))
-            more = _DERIVATIVES.get(step.info.base, 0) * self._bytes_of(self.reads[step.index])
+            read = self._bytes_of(self.reads[step.index])
+            more = _DERIVATIVES.get(step.info.base, 0) * read
+            if step.func is _torch.CONVOLUTION:
+                # Copies in another layout, about as large as what it reads and makes. (Measured
+                # with oneDNN on a CPU, and with nothing else.)
+                more = read + made
             if more:
                 pending.append((step.index + 1, step.index + 1, more))
         for number, uses in self._uses.items():
