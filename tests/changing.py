@@ -42,13 +42,11 @@ class Memory(SimpleNamespace):
 def on(*shapes):
     """A case that is one region, `f(n, *tensors)`, on leaves of these shapes."""
 
-    def case(f):
-        def run(n, region, m):
-            return region(lambda *tensors: f(n, *tensors), *[m.leaf(*shape) for shape in shapes])
-
-        return run
-
-    return case
+    return lambda f: (
+        lambda n, region, m: region(
+            lambda *tensors: f(n, *tensors), *[m.leaf(*shape) for shape in shapes]
+        )
+    )
 
 
 class Cases:

@@ -64,7 +64,6 @@ register_pytree_node(
     Registered, lambda r: ([r.x, r.rest], None), lambda parts, _: Registered(*parts)
 )
 
-
 STRUCTURES = {
     "dict with odd keys": (lambda x, r=None: {(1, 2): r, None: x}, lambda s: s[None]),
     "nested": (lambda x, r=None: {"a": [(r, [x])], "b": {}}, lambda s: s["a"][0][1][0]),
@@ -170,7 +169,6 @@ MAKE = {
     "leaf": lambda: leaf(3),
     "parameter": lambda: nn.Parameter(data()),
 }
-
 
 NAMED = [*itertools.product(GIVEN, ("rerun", "replay", "scope"))]
 # In a nest by whichever region finds it. (The outer one doesn't look for variables of the inner.)

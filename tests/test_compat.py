@@ -37,7 +37,6 @@ NAMES_OF_2_15 = OWN + words("""
     SAC_IGNORED_OPS GraphExecGroup
 """)
 
-
 CASES = {}
 
 
@@ -301,6 +300,7 @@ CASES |= {
     "the variant left out": lambda m: m.checkpoint(torch.sin, leaf()),
     "the variant left out of a sequence": lambda m: m.checkpoint_sequential([fails], 1, leaf()),
     "a list to detach": lambda m: m.detach_variable([leaf()]),
+    "a group in a group": lambda m: m.GraphExecGroup().__enter__() and m.GraphExecGroup().__enter__(),
 }
 ANSWERS = {  # a result, or the class of an error and a sentence in it
     "a_decorated_function": [True, 2, ("fn", "What it does.")],
@@ -310,7 +310,6 @@ ANSWERS = {  # a result, or the class of an error and a sentence in it
     "reentrant debug": (ValueError, ONLY),
     "reentrant and hooks to respect": (ValueError, ONLY),
 }
-
 
 MISMATCHES = {
     "fewer tensors": (lambda x: x.sin().exp().sin(), lambda x: x.sin().exp()),
@@ -325,7 +324,6 @@ for name, stop in itertools.product(MISMATCHES, (True, False)):
         return gradient(region(m, fickle(*ways), x := leaf(), early_stop=stop), x)
 
     CASES[f"{name}, {'with' if stop else 'without'} early stop"] = program
-
 
 Answer = theirs.CheckpointPolicy
 
@@ -439,7 +437,6 @@ if VERSION >= (2, 14):
     for where, respect in itertools.product(HOOKS, (None, True, False)):
         CASES[f"hooks {where}, respect={respect}"] = under_hooks(where, respect)
 
-
 for name, fn, options in (
     ("plain", lambda x: x.sin().exp(), {}),
     ("dropout", lambda x: F.dropout(x.sin(), 0.5), {}),
@@ -458,20 +455,6 @@ for name, fn, options in (
         return y, x.grad, counts, torch.rand(1)
 
     CASES[f"reentrant: {name}"] = program
-
-
-@case
-def a_group_in_a_group(m):
-    with m.GraphExecGroup(), m.GraphExecGroup():
-        pass
-
-
-@case
-def reentrant_and_an_argument_changed_in_place(m):
-    x = leaf() * 1
-    y = reentrant(m, torch.sin, x)
-    x.add_(1)
-    y.sum().backward()
 
 
 @case

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.utils.checkpoint as theirs
-from functorch.compile import min_cut_rematerialization_partition, nop
+from functorch.compile import aot_function, min_cut_rematerialization_partition, nop
 from oracle import PLANNED, apply, leaf, planned, replay, rerun, scope
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -18,6 +18,7 @@ from checkpointing import checkpoint_modules, checkpoint_scope, checkpointed, ke
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
 
+MM = torch.ops.aten.mm.default
 BACKENDS = ["aot_eager", "inductor", "shown"]  # the last one is inductor, with a private option
 DOORS = {
     "scope": checkpoint_scope,
@@ -48,9 +49,7 @@ def compiler(request):
 
         return run
 
-    def compiler(function):
-        return torch.compile(function, backend=backend)
-
+    compiler = functools.partial(torch.compile, backend=backend)
     compiler.graphs = compiler.calls = 0
     compiler.name = request.param
     with torch._inductor.config.patch(options):
@@ -130,18 +129,12 @@ def backward_inside(run, x):
     return run(x * torch.autograd.grad(run(leaf * 2).sum(), leaf)[0])
 
 
-def frozen(run, x):
-    with torch.no_grad():
-        y = run(x * 2)
-    return y * x
-
-
 PROGRAMS = {
     "graph break": lambda run, x: run(x * 2).sin(),
     "backward inside": backward_inside,
     "scope inside": lambda run, x: run(scope(run)(x * 2) * 2),
     "rerun inside": lambda run, x: checkpointed(lambda x: run(x * 2).sin())(x * 3),
-    "no grad": frozen,
+    "no grad": lambda run, x: torch.no_grad()(lambda: run(x * 2))() * x,
 }
 
 
@@ -151,10 +144,7 @@ def test_compiled_code_in_regions_of_every_kind(name, word):
     torch._dynamo.reset()
     run = torch.compile(breaks, backend="aot_eager")
 
-    def program(x):
-        return PROGRAMS[name](run, x)
-
-    x = torch.randn(4, 8, requires_grad=True)
+    program, x = functools.partial(PROGRAMS[name], run), torch.randn(4, 8, requires_grad=True)
     want, have = (torch.autograd.grad(f(x).sum(), x)[0] for f in (program, apply(word, program)))
     assert torch.equal(want, have)
 
@@ -172,14 +162,7 @@ def test_a_region_that_records_breaks_a_whole_graph_with_one_sentence(door):
 def test_what_a_scope_in_compiled_code_calls_is_compiled(compiler):
     """The lines of the function that enters it run eagerly."""
 
-    def inside(x):
-        return (x * 2).sin()
-
-    def program(x):
-        with checkpoint_scope():
-            return inside(x)
-
-    x = torch.ones(2, requires_grad=True)
+    program, x = scope(lambda x: (x * 2).sin()), torch.ones(2, requires_grad=True)
     for function in (compiler(program), program):
         (gradient,) = torch.autograd.grad(function(x).sum(), x)
         assert torch.equal(gradient, 2 * (x * 2).cos())
@@ -267,8 +250,6 @@ def test_traced_by_make_fx(door, tracing_mode):
 @pytest.mark.parametrize("door", TRACED)
 def test_traced_by_aot_function(door):
     """Which looks at a function before it traces it."""
-    from functorch.compile import aot_function, nop
-
     assert_right_for_others(slopes(aot_function(TRACED[door](kept_and_dropped), nop)))
 
 
@@ -283,9 +264,6 @@ def test_exported(door):
     program = torch.export.export(Model(), (torch.randn(4, 4), torch.randn(4, 4)), strict=False)
     operators = [target for target in targets(program) if target.startswith("aten")]
     assert operators == ["aten.matmul.default", "aten.sin.default", "aten.cos.default"]
-
-
-MM = torch.ops.aten.mm.default
 
 
 @pytest.fixture(autouse=True)
@@ -328,14 +306,8 @@ def called(**options):
 
 
 def kept(m):
-    return called(
-        use_reentrant=False,
-        context_fn=functools.partial(m.create_selective_checkpoint_contexts, [MM]),
-    )(m)
-
-
-def region_of(inside):
-    return lambda m: lambda x, y: m.checkpoint(inside(m), x, y, use_reentrant=False)
+    contexts = functools.partial(m.create_selective_checkpoint_contexts, [MM])
+    return called(use_reentrant=False, context_fn=contexts)(m)
 
 
 OTHERS = {"preserve_rng_state": False, "early_stop": False, "determinism_check": "none"}
@@ -345,7 +317,11 @@ CALLS = {
     "unsaid": called(),
     "options": called(use_reentrant=False, **OTHERS),
     "kept": kept,
-    "nested": region_of(lambda m: lambda x, y: called(use_reentrant=False)(m)(x, y).sin()),
+    "nested": lambda m: (
+        lambda x, y: m.checkpoint(
+            lambda x, y: called(use_reentrant=False)(m)(x, y).sin(), x, y, use_reentrant=False
+        )
+    ),
 }
 
 
@@ -364,16 +340,15 @@ class Thing:
 STEPS = [lambda xy: (xy[0] @ xy[1], xy[1]), lambda xy: (xy[0].sin() @ xy[1]).sigmoid(), torch.neg]
 
 
-def sequence(x, y):
-    return ours.checkpoint_sequential(STEPS, 3, (x, y), use_reentrant=False)
-
-
 OPTIONS = {"use_reentrant": False, "respect_saved_tensors_hooks": True}
 FORMS = {  # with the number of products in backward
     "function": (lambda: ours.checkpoint(use_reentrant=False)(fn), 6),
     "inside": (lambda: lambda x, y: ours.checkpoint(**OPTIONS)(fn)(x, y), 6),
     "method": (lambda: Thing().run, 6),
-    "sequence": (lambda: sequence, 5),
+    "sequence": (
+        lambda: lambda *xy: ours.checkpoint_sequential(STEPS, 3, xy, use_reentrant=False),
+        5,
+    ),
     "own": (lambda: checkpointed(fn), 6),
     "own inside": (lambda: lambda x, y: checkpointed(fn)(x, y), 6),
     "own legacy": (lambda: checkpointed(fn, backend="reentrant"), 6),
@@ -407,9 +382,7 @@ def test_one_graph_for_all_sizes_with_the_results_of_eager_code(door, backend):
             return (x * y[0]).sin().exp() * y[1]
 
     y, region = leaf(), door(Block())
-
-    def program(x, y):
-        return region(x * 2, y).cos()
+    program = lambda x, y: region(x * 2, y).cos()  # noqa: E731
 
     def compiler(graph, inputs):
         graphs.append([str(node.target) for node in graph.graph.nodes])
@@ -430,10 +403,7 @@ def test_regions_that_record_break_the_graph_and_are_right(door, seen_before):
     """Whatever was entered before: Dynamo guards the values of dicts that it traces."""
     torch._dynamo.reset()
     linear, x = nn.Linear(4, 4), leaf()
-
-    def inside(x):
-        return (linear(x).sin() @ x).exp()
-
+    inside = lambda x: (linear(x).sin() @ x).exp()  # noqa: E731
     doors = {"replay": replay(inside), "scope": scope(inside)}
     doors["policy"] = checkpointed(inside, policy=[MM])
     if seen_before:

@@ -87,7 +87,6 @@ FURTHER = {
     "varying": varying,
 }
 
-
 ROUTERS = [(choose, find) for choose in ("topk", "sort", "argmax") for find in FIND]
 ROUTERS += [(choose, "where") for choose in CHOOSE if (choose, "where") not in ROUTERS]
 ROUTES = {f"{choose}, {find}": routed(CHOOSE[choose], FIND[find]) for choose, find in ROUTERS}

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.usefixtures("frozen")
 
 SMALL = ["--steps", "2", "--layers", "3", "--width", "32", "--context", "64", "--batch", "4"]
 
-
 TITLES = "way|held for backward|peak in a step|recomputed|ms/step|ratio|loss|against plain"
 Row = namedtuple("Row", "held peak recomputed ms ratio loss verdict")
 

@@ -189,7 +189,6 @@ REGIONS = {
     ),
 }
 
-
 COPIES = {
     "deepcopy": copy.deepcopy,
     "AveragedModel": lambda model: AveragedModel(model).module,

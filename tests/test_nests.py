@@ -229,7 +229,7 @@ class Writer:
         if self.chance(0.2):
             return self.random.choice(LEAVES)
         if self.memories and self.chance(0.2) and self.memories[-1] in self.names:
-            return self.random.choice([name for name in self.memories if name in self.names])
+            return self.random.choice(self.among())
         if self.chance(0.2) and self.favourite in self.names:
             return self.favourite
         if self.local and self.chance(0.5):
@@ -370,10 +370,13 @@ class Writer:
         self.memories.append(f"v{self.fresh + 1}")
         return self.line(G.MEMORY)
 
+    def among(self) -> list[str]:
+        """The memories, and views of them, that can be seen."""
+        return [name for name in self.memories if name in self.names]
+
     def part(self) -> list[str]:
         """Two views, of a memory or of a view of one."""
-        among = [name for name in self.memories if name in self.names]
-        if not among:
+        if not (among := self.among()):
             return self.memory()
         text = self.random.choice(G.PARTS).format(x=self.random.choice(among))
         names = [self.new(), self.new()]
@@ -383,8 +386,7 @@ class Writer:
 
     def fill(self) -> list[str]:
         """A write to a view of a view."""
-        among = [name for name in self.memories if name in self.names]
-        if not among:
+        if not (among := self.among()):
             return self.memory()
         t, q = self.random.choice(among), self.pick()
         p = t + "".join(self.random.choices(G.PART, k=self.random.randrange(4)))
@@ -393,7 +395,7 @@ class Writer:
 
     def fails(self) -> list[str]:
         """An operator that raises, and the exception is caught."""
-        among = [name for name in self.memories if name in self.names]
+        among = self.among()
         writes = bool(among) and self.chance(0.5)
         text = self.random.choice(G.FAILS_AND_WRITES if writes else G.FAILS)
         text = text.format(x=self.pick(), y=self.pick(), t=self.random.choice(among or ["c"]))
@@ -416,15 +418,11 @@ class Writer:
         outputs = [*dict.fromkeys(outputs)]
         found = f"out = [v for v in map(locals().get, {outputs}) if v is not None]"
         inputs = "a, b, w, *lin.parameters()"
-        second = [
-            f"g1 = grad(out, [{inputs}], create_graph=True)",
-            f"see([g1, grad(g1, [{inputs}])])",
-        ]
+        first = f"g1 = grad(out, [{inputs}], create_graph=True)"
         backwards = [
             [f"see(grad(out, [{inputs}]))"],
             ["weigh(out).backward(retain_graph=True)"] * 2,
-            second,
-            second,
+            *[[first, f"see([g1, grad(g1, [{inputs}])])"]] * 2,
             [f"for one in reversed(out): see(grad([one], [{inputs}]))"],
             ["weigh(out).backward()"],
         ]
@@ -514,16 +512,16 @@ def one_scope(**options: Any) -> Iterator[Any]:
         yield scope
 
 
-def one_function(function: Any, **options: Any) -> Any:
-    """One that all replays call."""
-    return partial(checkpointing.checkpointed(call, backend="replay", **options), function)
-
-
 def call(function: Any, *args: Any) -> Any:
+    """The one function of all replays."""
     return function(*args)
 
 
-SHARED = {**OPEN, "scope": one_scope, "replay": one_function}
+SHARED = {
+    **OPEN,
+    "scope": one_scope,
+    "replay": lambda f, **options: partial(OPEN["replay"](call, **options), f),
+}
 
 
 def run(source: str, space: dict[str, Any]) -> list[Any]:
@@ -556,7 +554,7 @@ def watched(frozen: None) -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def left_behind(sources: list[str]) -> str | None:
+def left_behind(*sources: str) -> str | None:
     """What programs have left behind since `freeze`, if anything."""
     # Plain code, too, leaves a cycle where hooks hand on a result, or where it is written later.
     if any(word in source for word in (WRITES, "identical(", "save_on_cpu(") for source in sources):
@@ -630,7 +628,7 @@ def one(seed: int) -> tuple[str, str]:
     source = "\n".join(lines or [])
     oracle.freeze()
     verdict = judge(source, OPEN) if lines else "skipped"
-    return source, left_behind([source]) or verdict
+    return source, left_behind(source) or verdict
 
 
 DEEP = int(os.environ.get("CHECKPOINTING_NESTS", "0"))
@@ -677,7 +675,7 @@ def shared(seed: int) -> Iterator[tuple[str, str]]:
         yield source, said if said in FINE or judge(source, OPEN) in FINE else "skipped"
         if draw.random() < 0.05:
             checkpointing.clear_programs()
-    yield "\n".join(sources), left_behind(sources) or "right"
+    yield "\n".join(sources), left_behind(*sources) or "right"
 
 
 def test_nests_that_share_their_sites() -> None:

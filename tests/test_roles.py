@@ -86,7 +86,6 @@ def reads_and_writes(write, region, reader, x, w):
 
 unseen = torch.no_grad()(torch.Tensor.mul_)
 
-
 WRITES = {
     "argument": lambda region, a, w: region(lambda a, w: (a.mul_(2).relu_() + 1).sin() * w)(a, w),
     "closure": lambda region, a, w: region(lambda w: (a.mul_(0.5) + 1).sin() * w)(w),

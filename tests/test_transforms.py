@@ -16,7 +16,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.func"),  # given once a process
 ]
 
-
 program = Programs()
 
 
@@ -69,7 +68,6 @@ def forward_mode_over_a_region(door):
 
 
 test_programs_are_plains = program.test()
-
 
 PROGRAM = """
 import sys

@@ -68,7 +68,6 @@ DOORS = {  # for each block, for the model
     "rerun in scope": (lambda fn: scope(checkpointed(fn)), plain),
 }
 
-
 # A function that is replayed is what a scope is: these are run through both.
 REPLAYED = ("ddp", "fsdp2, inside", "fsdp2, around", "sequence parallel, around")
 REPLAYED += ("fsdp2, the model twice, not resharded", "collectives, written afterwards")

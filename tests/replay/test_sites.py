@@ -97,7 +97,6 @@ KINDS = [
     (kept_with_another_offset, (None,)),
 ]
 
-
 POLICIES = [None, auto(), PLANNED, offload(PLANNED, min_bytes=0, inputs=True)]
 
 
@@ -131,7 +130,6 @@ def test_checks_that_change_at_one_site():
 
 
 PACKS = {"detach": torch.Tensor.detach, "view": lambda t: t.view(-1), "clone": torch.clone}
-
 
 HANDED_ON = [*itertools.product(PACKS, ["nothing", "given"]), ("clone", "made")]
 
