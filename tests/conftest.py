@@ -50,10 +50,8 @@ def no_gc(frozen):
     """Only reference counts may free what the test makes."""
     gc.collect()
     gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    yield
+    gc.enable()
 
 
 def _group():

@@ -1,10 +1,10 @@
 """Recompute sees what the forward saw: autocast, modes, default dtype and device, context
 variables, switches."""
 
+import collections
 import contextlib
 import contextvars
 import weakref
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -46,6 +46,12 @@ class Doubling(torch.Tensor):
 
 
 @contextlib.contextmanager
+def two_modes():
+    with Scaling(3.0), Scaling(0.5):
+        yield
+
+
+@contextlib.contextmanager
 def set_to(getter, setter, value):
     before = getter()
     setter(value)
@@ -55,28 +61,14 @@ def set_to(getter, setter, value):
         setter(before)
 
 
-VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
-
-
-@contextlib.contextmanager
-def two_modes():
-    with Scaling(3.0), Scaling(0.5):
-        yield
-
-
 def attend(x):
     """Attention, whose kernel (and what it saves) depends on a switch."""
     q = x.view(1, 1, 4, 4)
     return F.scaled_dot_product_attention(q.sin(), q, q.exp()).exp()
 
 
-def autocast_inside(x):
-    with torch.autocast("cpu", torch.bfloat16):
-        y = LINEAR(x.sin())
-    return (y.float() @ x).exp()
-
-
-LINEAR, MODE = nn.Linear(4, 4), Scaling()
+LINEAR, MODE, BF16 = nn.Linear(4, 4), Scaling(), torch.autocast("cpu", torch.bfloat16)
+VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
 SINES = lambda x: x.sin().exp().sin()  # noqa: E731
 LINEARS = lambda x: LINEAR(LINEAR(x).sin()).exp()  # noqa: E731
 
@@ -117,7 +109,7 @@ STATES = {
         lambda: torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),
         times(lambda: 1 + torch.backends.mkldnn.enabled),
     ),
-    "enabled inside": (contextlib.nullcontext, autocast_inside),
+    "enabled inside": (contextlib.nullcontext, lambda x: (BF16(LINEAR)(x.sin()).float() @ x).exp()),
     "subclasses off": (
         torch._C.DisableTorchFunctionSubclass,
         lambda x: x.as_subclass(Doubling).sin().exp().as_subclass(torch.Tensor).sin(),
@@ -260,11 +252,7 @@ def test_a_switch_that_a_function_puts_back_without_try_stays_set_where_the_reru
         assert torch.get_default_dtype() is (torch.float64 if stop else torch.float32)
 
 
-class Pair(NamedTuple):
-    items: list[int]
-    layer: weakref.ref
-
-
+Pair = collections.namedtuple("Pair", "items layer")
 CONTENTS = {  # what is in the variable, and how something is put into it
     "number": (lambda: 1.0, lambda c, n: VARIABLE.set(c + n)),
     "list": (lambda: [1], lambda c, n: c.append(n)),
@@ -281,6 +269,7 @@ def test_context_variables_are_those_of_the_forward_and_collections_in_them_are_
     make, put = CONTENTS[kind]
     made, seen = make(), []
 
+    @checkpointed
     def fn(x):
         seen.append(repr(VARIABLE.get()))
         put(VARIABLE.get(), 7)
@@ -288,7 +277,7 @@ def test_context_variables_are_those_of_the_forward_and_collections_in_them_are_
 
     def run():
         VARIABLE.set(made)
-        y = checkpointed(fn)(leaf())
+        y = fn(leaf())
         put(made, 8)
         value, now = VARIABLE.get(), repr(VARIABLE.get())
         y.sum().backward(retain_graph=True)

@@ -300,7 +300,6 @@ CASES |= {
     "the variant left out": lambda m: m.checkpoint(torch.sin, leaf()),
     "the variant left out of a sequence": lambda m: m.checkpoint_sequential([fails], 1, leaf()),
     "a list to detach": lambda m: m.detach_variable([leaf()]),
-    "a group in a group": lambda m: m.GraphExecGroup().__enter__() and m.GraphExecGroup().__enter__(),
 }
 ANSWERS = {  # a result, or the class of an error and a sentence in it
     "a_decorated_function": [True, 2, ("fn", "What it does.")],
@@ -412,9 +411,7 @@ def under_hooks(where, respect):
 
             return call
 
-        def kept(fn):
-            return lambda x: region(m, fn, x, context_fn=selective(m, [MM]), **option)
-
+        kept = lambda fn: lambda x: region(m, fn, x, context_fn=selective(m, [MM]), **option)  # noqa: E731
         inner = kept(two_products)
         y = {
             "around": within(inner),
@@ -455,6 +452,20 @@ for name, fn, options in (
         return y, x.grad, counts, torch.rand(1)
 
     CASES[f"reentrant: {name}"] = program
+
+
+@case
+def a_group_in_a_group(m):
+    with m.GraphExecGroup(), m.GraphExecGroup():
+        pass
+
+
+@case
+def reentrant_and_an_argument_changed_in_place(m):
+    x = leaf() * 1
+    y = reentrant(m, torch.sin, x)
+    x.add_(1)
+    y.sum().backward()
 
 
 @case

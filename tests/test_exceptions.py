@@ -25,10 +25,7 @@ ERRORS = pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @contextlib.contextmanager
 def unchanged(generator=torch.default_generator):
     """The state afterwards is that of before; the random streams, too."""
-
-    def now():
-        return state(), bits([torch.get_rng_state(), generator.get_state()])
-
+    now = lambda: (state(), bits([torch.get_rng_state(), generator.get_state()]))  # noqa: E731
     before = now()
     yield
     assert now() == before
@@ -143,15 +140,11 @@ def test_in_an_enclosing_saved_tensors_hook(word, when):
 def test_the_region_around_is_the_innermost_again_after_an_exception(word):
     """`keep` finds it, and what `disabled` switched off is on again."""
     x = leaf(3)
-
-    def fails(x):
-        raise ValueError
-
     with checkpoint_scope() as scope:
         with contextlib.suppress(ValueError), disabled():
             raise ValueError
         with contextlib.suppress(ValueError):
-            apply(word, fails)(x)
+            apply(word, lambda x: fails(ValueError)())(x)
         y = keep(x.sin()).exp().tanh()
     assert scope.stats.bytes_kept == x.nbytes
     assert count(y.sum().backward).get("exp") == 1
@@ -160,11 +153,8 @@ def test_the_region_around_is_the_innermost_again_after_an_exception(word):
 @pytest.mark.parametrize("stop", [True, False])
 def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or_refused(stop):
     """A rerun that stops right behind it has it still; one to the end has not, and says so."""
-
-    def overwrites(x):
-        return x.sqrt().mul_(2).square()
-
     x = torch.tensor([4.0, 16.0, 64.0], requires_grad=True)
+    overwrites = lambda x: x.sqrt().mul_(2).square()  # noqa: E731
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         overwrites(x).sum().backward()
     y = rerun(overwrites, early_stop=stop)(x).sum()
@@ -180,8 +170,7 @@ def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or
 @RERUN
 @pytest.mark.parametrize("error", [None, RuntimeError, SystemExit, KeyboardInterrupt])
 def test_what_a_function_makes_of_the_stop_signal(error, word):
-    """An error of its own, or a second way for whatever may happen: all that was wanted is there by
-    then, and an interrupt is the user's."""
+    """An error of its own, or another way: all is there by then. An interrupt is the user's."""
 
     def fn(x):
         for _ in range(3):
@@ -196,13 +185,10 @@ def test_what_a_function_makes_of_the_stop_signal(error, word):
     x = leaf(3)
     (want,) = torch.autograd.grad(fn(x).sum(), x)
     y = apply(word, fn)(x).sum()
+    interrupt = pytest.raises(KeyboardInterrupt)
     for _ in range(2):
-        with unchanged():
-            if error is KeyboardInterrupt:
-                with pytest.raises(error):
-                    y.backward(retain_graph=True)
-            else:
-                assert bits(torch.autograd.grad(y, x, retain_graph=True)[0]) == bits(want)
+        with unchanged(), interrupt if error is KeyboardInterrupt else contextlib.nullcontext():
+            assert bits(torch.autograd.grad(y, x, retain_graph=True)[0]) == bits(want)
 
 
 SCOPES = {

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
-from oracle import bits, rerun
+from oracle import bits, rerun, scope
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
-from checkpointing import auto, checkpoint_modules, checkpoint_scope, clear_programs, forecast
+from checkpointing import auto, checkpoint_modules, clear_programs, forecast
 from checkpointing.__main__ import step_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
@@ -98,13 +98,7 @@ MODELS = {
 def measured(model, loss, policy=None):
     """A step, the second one with this policy."""
     clear_programs()
-
-    def forward():
-        if policy is None:
-            return loss()
-        with checkpoint_scope(policy):
-            return loss()
-
+    forward = loss if policy is None else scope(loss, policy=policy)
     for _ in range(2):
         model.zero_grad()
         step = step_of(forward)
@@ -151,8 +145,7 @@ def test_the_least_peak_is_the_last_row_and_a_larger_peak_costs_less():
     clear_programs()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no peak below the least
-        with checkpoint_scope(eval(rows[-1].write)):
-            model(IDS)
+        scope(model, policy=eval(rows[-1].write))(IDS)
 
 
 def test_a_table_and_a_picture_show_the_rows(tmp_path):
@@ -217,9 +210,7 @@ def test_the_step_after_a_forecast_is_that_without_one():
         if sees:
             forecast(lambda: model(x))
         for _ in range(2):
-            with checkpoint_scope(auto()):
-                loss = model(x)
-            loss.backward()
+            scope(model, policy=auto())(x).backward()
         return state_of(model, x)
 
     assert trained(True) == trained(False)
@@ -233,8 +224,7 @@ def test_a_function_in_which_nothing_is_saved_is_an_error():
 def test_checkpoints_that_hide_what_is_saved_are_an_error():
     model, x = Decoder(3), IDS
     for layer in model.layers:
-        call = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-        layer.forward = functools.partial(call, layer.forward)
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     with pytest.raises(ValueError, match="hooks around LayerNorm"):
         forecast(lambda: model(x))
 
@@ -275,11 +265,7 @@ def test_what_derivatives_allocate_on_the_way_is_not_simulated():
         return y.sum()
 
     least = forecast(loss).rows[-1].peak
-
-    def forward():
-        with checkpoint_scope(auto(peak=least)):
-            return loss()
-
+    forward = scope(loss, policy=auto(peak=least))
     forward().backward()
     assert 1.03 * least < step_of(forward).memory()[1] <= 2 * least
 
@@ -287,63 +273,39 @@ def test_what_derivatives_allocate_on_the_way_is_not_simulated():
 # ---- a scope that saves next to nothing
 
 
-def layers_of(width=256):
+def layers_of(width):
     torch.manual_seed(0)
     return nn.ModuleList(Wide(width) for _ in range(8)), torch.randn(2048, width)
 
 
-def warned(step):
+def loss_of(layers, x):
+    return through(layers, x).square().mean()
+
+
+def warned(run, width=256):
+    layers, x = layers_of(width)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            step().backward()
+            run(layers, x).backward()
     return [str(one.message) for one in caught]
 
 
 def test_a_scope_around_a_whole_model_says_once_that_it_needs_a_policy():
-    layers, x = layers_of()
-
-    def step():
-        with checkpoint_scope(name="model"):
-            return through(layers, x).square().mean()
-
-    (message,) = warned(step)
+    (message,) = warned(scope(loss_of, name="model"))
     assert message.startswith("region 'model' (entered at ")
     assert "checkpoint_scope(auto())" in message
 
 
-def test_scopes_that_lower_the_peak_and_small_ones_say_nothing():
-    layers, x = layers_of()
+QUIET = {
+    "each": lambda layers, x: loss_of(map(scope, layers), x),
+    "planned": scope(loss_of, policy=auto()),
+    "halves": lambda layers, x: scope(loss_of)(layers[4:], scope(through)(layers[:4], x)),
+    "tail": lambda layers, x: scope(loss_of)(layers[4:], through(map(rerun, layers[:4]), x)),
+    "little": scope(loss_of),
+}
 
-    def each():
-        y = x
-        for layer in layers:
-            with checkpoint_scope():
-                y = layer(y)
-        return y.square().mean()
 
-    def planned():
-        with checkpoint_scope(auto()):
-            return through(layers, x).square().mean()
-
-    def halves():
-        with checkpoint_scope():
-            y = through(layers[:4], x)
-        with checkpoint_scope():
-            return through(layers[4:], y).square().mean()
-
-    def tail():
-        y = x
-        for layer in layers[:4]:
-            y = rerun(layer)(y)
-        with checkpoint_scope():
-            return through(layers[4:], y).square().mean()
-
-    small = layers_of(32)
-
-    def little():
-        with checkpoint_scope():
-            return through(*small).square().mean()
-
-    for step in (each, planned, halves, tail, little):
-        assert warned(step) == []
+@pytest.mark.parametrize("name", QUIET)
+def test_scopes_that_lower_the_peak_and_small_ones_say_nothing(name):
+    assert warned(QUIET[name], 32 if name == "little" else 256) == []

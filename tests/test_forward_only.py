@@ -76,18 +76,12 @@ class HandedOver:
     def forward_only_functions_that_return_parts_of_views(door):
         """An offset counts from that of the argument."""
         part, detached = forward_only(lambda t: t[1:3]), forward_only(lambda t: t.detach()[1:3])
-
-        def fn(x):
-            y = x.exp()
-            return (part(y[1:]) * part(y) * detached(y[1:])).sin().exp()
-
-        x = leaf()
-        return torch.autograd.grad(door(fn)(x).sum(), x)
+        x, inside = leaf(), lambda y: (part(y[1:]) * part(y) * detached(y[1:])).sin().exp()
+        return torch.autograd.grad(door(lambda x: inside(x.exp()))(x).sum(), x)
 
     @program(*WAYS)
     def tensors_that_a_forward_only_function_makes_are_held(door):
-        """With and without a gradient of their own, in containers, beside arguments, and written. A
-        leaf gets its gradient."""
+        """With and without a gradient of their own, in containers, beside arguments, written."""
         weight = nn.Parameter(torch.full((4,), 2.0))
 
         @forward_only
@@ -138,7 +132,7 @@ def test_a_call_of_which_the_forward_has_no_result_is_an_error(why):
 @pytest.mark.parametrize("around", [torch.no_grad, checkpointing.disabled])
 def test_outside_of_a_region_it_is_the_function(around):
     seen = []
-    note = forward_only(lambda x: seen.append(x))
+    note = forward_only(seen.append)
     note(1)
     with around():
         checkpointed(lambda x: note(2) or x.sin())(leaf())

@@ -79,24 +79,19 @@ def test_what_no_saved_tensor_needs_is_freed_when_the_region_ends(word):
 
 @pytest.mark.parametrize("word", ["r", "s"])
 def test_what_only_a_dropped_result_needs_is_not_held(word):
-    x = leaf(3)
+    def fn(x, data):
+        h = x.sin()
+        (h * data).exp()
+        return h.exp()
+
     with Watching() as watching:
-        data = torch.ones(3)
-
-        def fn(x, data):
-            h = x.sin()
-            (h * data).exp()
-            return h.exp()
-
-        y = apply(word, fn)(x, data)
-        del data
+        y = apply(word, fn)(leaf(3), torch.ones(3))
         assert watching.alive("ones") == []
         y.sum().backward()
 
 
 def test_kept_values_die_as_backward_passes_by():
-    w = leaf(3, 3)
-    living = []
+    w, living = leaf(3, 3), []
     with Watching() as watching:
         with checkpoint_scope() as scope:
             x = leaf(3, 3) @ w
@@ -194,8 +189,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_error_of_the_recompute_dies_with_its_handler(fault):
     """A traceback holds frames, one of which must not hold the error."""
-    linear, x = torch.nn.Linear(3, 3), leaf(3)
-    dead = []
+    linear, x, dead = torch.nn.Linear(3, 3), leaf(3), []
     for _ in range(3):  # the first makes torch remember things of its own
         canary = {0}
         dead.append(weakref.ref(canary))
@@ -214,8 +208,7 @@ def test_an_error_of_the_recompute_dies_with_its_handler(fault):
 @WORD
 def test_many_steps_leave_no_growth(word):
     """No object that the garbage collector would see and no tensor is left over."""
-    x, w = leaf(3, 3), leaf(3, 3)
-    norm = torch.nn.BatchNorm1d(3)
+    x, w, norm = leaf(3, 3), leaf(3, 3), torch.nn.BatchNorm1d(3)
     fn = apply(word, lambda x, w: norm(network(x, w)))
 
     def steps(n):
@@ -249,16 +242,14 @@ def test_code_that_a_program_makes_is_not_remembered_forever():
 @pytest.mark.parametrize("word", ["c", "r", "s"])
 def test_saved_tensors_are_read_in_any_order_by_whomever(word, order):
     """Each read gives the value, which is the reader's: the region holds on to nothing."""
-    outputs = []
+    outputs, x = [], leaf(4, 4)
 
     def fn(x):
         for op in (torch.exp, torch.tanh, torch.exp, torch.sigmoid, torch.tanh):
             x = op(x)
-            if not is_recomputing():
-                outputs.append(x)
+            outputs.extend([] if is_recomputing() else [x])
         return x
 
-    x = leaf(4, 4)
     y = apply(word, fn)(x)
     nodes = [out.grad_fn for out in outputs]
     with Watching() as watching:

@@ -38,12 +38,10 @@ def test_another_thread_sees_buffers_as_they_were():
     @checkpointed
     def fn(x):
         y = norm(x).sin()
-        if is_recomputing():
-            seen.extend(at_once(norm.num_batches_tracked.item))
+        seen.extend(at_once(norm.num_batches_tracked.item) if is_recomputing() else [])
         return y.exp()
 
-    y = fn(leaf())
-    fn(leaf())
+    y, _ = fn(leaf()), fn(leaf())
     y.sum().backward()
     assert seen == [1] and norm.num_batches_tracked == 2
 
@@ -52,15 +50,9 @@ def test_another_thread_sees_buffers_as_they_were():
 def test_false_alarms_of_a_check_of_values(what):
     def gradient(**options):
         torch.manual_seed(0)
-        x, norm = leaf(), nn.BatchNorm1d(4)
-        with checkpoint_scope(**options):
-            y = x.sin()
-            if what == "rrelu":
-                y = F.rrelu(y - 0.5, training=True)
-            else:
-                with opaque():
-                    y = norm(y)
-            y = y.exp()
+        x, norm = leaf(), opaque()(nn.BatchNorm1d(4))
+        change = norm if what != "rrelu" else lambda y: F.rrelu(y - 0.5, training=True)
+        y = s(lambda x: change(x.sin()).exp(), **options)(x)
         return torch.autograd.grad(y.sum(), x)[0]
 
     assert torch.equal(gradient(), gradient(enabled=False))
@@ -93,11 +85,8 @@ def test_parameters_that_a_region_writes(wrap, times):
     assert model.weight.tolist() == [1 + times] * 4
     model = Momentum(wrap, trains=True)
     y = checkpointed(model)(leaf()).sum()
-    with (
-        pytest.raises(checkpointing.ChangedError, match="weight")
-        if times == 2
-        else contextlib.nullcontext()
-    ):
+    refused = pytest.raises(checkpointing.ChangedError, match="weight")
+    with refused if times == 2 else contextlib.nullcontext():
         y.backward()
 
 
@@ -142,19 +131,16 @@ def test_tensors_whose_memory_is_exchanged_in_a_block():
         torch.utils.swap_tensors(torch.ones(3) * 2, torch.ones(3) * 3)
 
     def written(read, door):
-        def block(a, alias):
-            a.mul_(3)
-            return (a + alias).sin()
-
         def body(x):
             a = x * 1.5
-            return door(lambda a: (a + 1).exp())(a) + door(block)(a, read(a))
+            write = door(lambda a, alias: (a.mul_(3) + alias).sin())
+            return door(lambda a: (a + 1).exp())(a) + write(a, read(a))
 
         x = whole()
         return torch.autograd.grad((c(body) if door is s else body)(x).sum(), x)[0]
 
     for read in (torch.Tensor.detach, lambda a: a.data):
-        is_right = torch.equal(written(read, s), written(read, lambda fn: fn))
+        is_right = torch.equal(written(read, s), written(read, plain))
         assert is_right is (read is torch.Tensor.detach)
 
 
@@ -169,30 +155,25 @@ def test_a_parameter_whose_memory_is_exchanged_for_a_while(door):
         w.data = own
         return y
 
-    def gradient(fn):
-        return torch.autograd.grad(fn(x * 1).sum(), w)[0], w.data_ptr()
-
-    (want, there), (have, later) = gradient(exchanged), gradient(door(exchanged))
+    (want, there), (have, later) = (
+        (torch.autograd.grad(fn(x * 1).sum(), w)[0], w.data_ptr())
+        for fn in (exchanged, door(exchanged))
+    )
     assert torch.equal(have, want) is (there != later) is (door is c)
 
 
 def test_a_parameter_that_torchs_own_checkpoint_takes_as_an_argument():
     """With a scope in it, in a region: other gradients. By closure it is right."""
     x, w = leaf(), nn.Parameter(torch.rand(4, 4))
-
-    def body(x, w):
-        return (x * w).sin().exp() * w
-
-    def gradients(fn):
-        return torch.autograd.grad(fn(x * 2, w).sum(), (x, w))
-
-    def inside(x, w):
-        return checkpoint(lambda x: s(body)(x, w), x, use_reentrant=False)
-
-    given = functools.partial(checkpoint, s(body), use_reentrant=False)
-    want = gradients(body)
-    assert all(map(torch.equal, gradients(s(inside)), want))
-    assert not any(map(torch.equal, gradients(s(given)), want))
+    body = lambda x, w: (x * w).sin().exp() * w  # noqa: E731
+    theirs = functools.partial(checkpoint, use_reentrant=False)
+    by_closure = s(lambda x, w: theirs(lambda x: s(body)(x, w), x))
+    want, have, others = (
+        torch.autograd.grad(fn(x * 2, w).sum(), (x, w))
+        for fn in (body, by_closure, s(functools.partial(theirs, s(body))))
+    )
+    assert all(map(torch.equal, have, want))
+    assert not any(map(torch.equal, others, want))
 
 
 def two_storages(w):
@@ -204,9 +185,7 @@ def two_storages(w):
 
 
 def applied(w):
-    t = torch.zeros(4)
-    t.add_(1)
-    t.apply_(lambda number: number + 1)
+    t = torch.zeros(4).add_(1).apply_(lambda number: number + 1)
     return (w * t).sin().exp()
 
 
@@ -228,18 +207,13 @@ MEAN = torch.zeros(4)
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_what_torch_shows_to_nobody(name):
-    doors, fn = UNSEEN[name]
-
-    kept = []
-
-    def numbered(tensor):
-        kept.append(tensor)
-        return len(kept) - 1
+    (doors, fn), kept = UNSEEN[name], []
 
     def step(door):
         x = torch.ones(4, requires_grad=True)
         w = x * 1
         MEAN.zero_()
+        numbered = lambda tensor: kept.append(tensor) or len(kept) - 1  # noqa: E731
         hooks = torch.autograd.graph.saved_tensors_hooks(numbered, kept.__getitem__)
         with hooks if name == "numbered" else contextlib.nullcontext():
             y = door(fn)(w)
@@ -248,32 +222,25 @@ def test_what_torch_shows_to_nobody(name):
         if name == "numbered":
             w.detach().mul_(2)
         if name == "statistics":
-            nn.functional.batch_norm(w.detach().expand(2, 4) * 3, MEAN, MEAN + 1, training=True)
+            F.batch_norm(w.detach().expand(2, 4) * 3, MEAN, MEAN + 1, training=True)
         y.sum().backward()
         return x.grad.tolist()
 
     want = step(plain)
-    for door in doors:
-        assert step(door) != want
-
-
-FORMULAS = {
-    "prod": lambda x: x.prod(0),
-    "cumprod": lambda x: x.cumprod(0),
-    "det": torch.det,
-    "masked_fill": lambda x: x.masked_fill(x > 0.5, x.sum()),
-}
+    assert want not in map(step, doors)
 
 
 def test_derivatives_that_torch_computes_otherwise_in_a_mode():
     """By a backward inside a block; equal but for rounding, which depends on the machine."""
     x = torch.rand(16, 16, dtype=torch.float64).requires_grad_()
+    formulas = [lambda x: x.prod(0), lambda x: x.cumprod(0), torch.det]
+    formulas += [lambda x: x.masked_fill(x > 0.5, x.sum())]
 
     def body(formula):
         y = formula(x) * torch.linspace(1, 2, 16, dtype=x.dtype).exp()
         return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
 
-    pairs = [(body(formula), s(body)(formula)) for formula in FORMULAS.values()]
+    pairs = [(body(formula), s(body)(formula)) for formula in formulas]
     for want, have in pairs:
         torch.testing.assert_close(have, want)
     assert not all(itertools.starmap(torch.equal, pairs))
@@ -281,10 +248,10 @@ def test_derivatives_that_torch_computes_otherwise_in_a_mode():
 
 def test_a_loss_that_torch_computes_otherwise_in_a_mode():
     """With other saved tensors, so that a rerun that does not see the mode is refused."""
-    x = leaf(16, 1, 4)
+    x, labels = leaf(16, 1, 4), torch.ones(1, 2).long()
+    lengths = torch.tensor([16]), torch.tensor([2])
 
     def gradient(door):
-        labels, lengths = torch.ones(1, 2).long(), (torch.tensor([16]), torch.tensor([2]))
         loss = door(lambda x: F.ctc_loss(x.log_softmax(-1), labels, *lengths))(x * 1)
         return torch.autograd.grad(loss, x)[0]
 

@@ -132,10 +132,7 @@ def test_a_rerun_that_writes_a_tensor_and_reads_its_memory_elsewhere(outer, inne
 @pytest.mark.parametrize("write", ["argument", "closure", "without grad"])
 def test_a_region_that_writes_what_is_from_outside_of_all(write, door, hooks):
     """Refused, or right where hooks have made copies; the second time, too."""
-
-    def program(door, x, w):
-        return WRITES[write](door, x * 1.5, w)
-
+    program = lambda door, x, w: WRITES[write](door, x * 1.5, w)  # noqa: E731
     works = assert_right_or_refused(of(program, plain), of(program, door), hooks)
     assert not (works and hooks in (contextlib.nullcontext, save_on_cpu))
     with pytest.raises(CheckpointError, match="backend='replay'"):
@@ -162,22 +159,17 @@ def test_layouts_stay(layout, hooks):
         seen.append(t.stride())
         return t.sum(-1).exp().mean() * t.mean()
 
-    def inside(x, kept, door):
-        return door(lambda: reduce(kept(layout((x * 2).exp()))))()
-
-    def given(x, kept, door):
-        return door(lambda t: reduce(kept(t)))(layout((x * 2).exp()))
-
-    def found(program, kept, door, hooks):
+    def found(is_given, kept, door, hooks):
         seen.clear()
-        function = lambda x: program(x, kept, door)  # noqa: E731
-        return gradients(function, hooks, lambda: [leaf(20, 100)]), {*seen}
+        inside = lambda x: door(lambda: reduce(kept(layout((x * 2).exp()))))()  # noqa: E731
+        given = lambda x: door(lambda t: reduce(kept(t)))(layout((x * 2).exp()))  # noqa: E731
+        return gradients(given if is_given else inside, hooks, lambda: [leaf(20, 100)]), {*seen}
 
     only = [checkpointing.forward_only(kept) for kept in (lambda t: t, lambda t: t + 0)]
     for kept in (keep, lambda t: t, *only):
-        want = found(inside, kept, plain, contextlib.nullcontext)
-        for program, door in itertools.product((inside, given), REGIONS.values()):
-            assert found(program, kept, door, hooks) == want
+        want = found(False, kept, plain, contextlib.nullcontext)
+        for is_given, door in itertools.product((False, True), REGIONS.values()):
+            assert found(is_given, kept, door, hooks) == want
 
 
 @pytest.mark.parametrize("unseen", [False, True])
@@ -202,32 +194,24 @@ def test_what_a_scope_in_a_rerun_has_read_is_what_it_was(unseen):
 
 def test_kept_values_are_written_where_they_are_read():
     """Where the recompute computes something else, it gets what was kept."""
-    counter, same = itertools.count(1), []
+    counter, same, x = itertools.count(1.0), [], leaf(4)
 
-    @checkpointed
     def function(x):
-        scale = torch.tensor([float(next(counter))])
+        scale = torch.tensor([next(counter)])
         wide = scale.expand(4)
         kept = keep(wide)
         same.append(kept is wide)
         return (x * kept).exp() * scale
 
-    x = leaf(4)
-    function(x).sum().backward()
+    checkpointed(function)(x).sum().backward()
     assert same == [True, True]
     assert bits(x.grad) == bits(torch.autograd.grad((x * 1.0).exp().sum(), x)[0])
 
 
 def test_what_is_the_users_is_put_back():
     """A kept tensor that is from outside, and has changed since, is only lent to the recompute."""
-    state = torch.ones(4)
-
-    @checkpointed
-    def function(x):
-        return (x * keep(state)).exp() * state
-
-    x = leaf(4)
-    y = function(x)
+    state, x = torch.ones(4), leaf(4)
+    y = checkpointed(lambda x: (x * keep(state)).exp() * state)(x)
     state.copy_(torch.full((4,), 5.0))
     with contextlib.suppress(CheckpointError):
         y.sum().backward()
@@ -271,12 +255,12 @@ def test_a_view_that_no_operator_of_the_graph_made_is_what_it_was(view, outer, i
     """Hooks bring it back as a leaf of its own."""
 
     def function(outer, around, inner):
-        def body(x, v):
-            return (inner(lambda x, v: (v + 1).cos() * x * v)(x, v) + v.sin() * x).exp()
+        product = inner(lambda x, v: (v + 1).cos() * x * v)
+        body = around(lambda x, v: (product(x, v) + v.sin() * x).exp())
 
         def called(x, w):
             v = VIEWS[view]()
-            y = outer(lambda x, v: around(body)(x, v).sin())(x[:2], v)
+            y = outer(lambda x, v: body(x, v).sin())(x[:2], v)
             return y * w[:2] if view == "no_grad" else y * w[:2] + v
 
         return called
@@ -288,16 +272,13 @@ def test_a_view_that_no_operator_of_the_graph_made_is_what_it_was(view, outer, i
 
 def test_slots_that_have_shifted_are_a_mismatch():
     """Also if their number and metadata agree."""
-    flip = iter([True, False, False])
+    flip, inner = iter([True, False, False]), checkpointed(lambda t: (t * 2).exp() * 3)
 
     @checkpointed
     def function(x, w):
-        first = next(flip)
-        inner = checkpointed(lambda t: (t * 2).exp() * 3)
-        if first:
+        if next(flip):
             return inner(x * 2) + w.sin()
-        a = (w * 1.0).sin()
-        return a + inner(x * 2)
+        return (w * 1.0).sin() + inner(x * 2)
 
     y = function(leaf(4), leaf(4))
     with pytest.raises(checkpointing.MismatchError, match="region inside"):

@@ -62,10 +62,8 @@ def counters():
 
 
 def test_when_states_are_asked_for_and_put_back():
-    """At forward; at recompute, after which the state of now is put back. When it has been removed,
-    regions that have one restore it still, else their recompute would be wrong."""
-    calls, snapshot, restore = counters()
-    order = []
+    """At forward; at recompute, and after it. One that has been removed is restored still."""
+    (calls, snapshot, restore), order = counters(), []
     with register_state(lambda: "a", order.append), register_state(lambda: "b", order.append):
         handle = register_state(snapshot, restore)
         y = checkpointed(lambda x: x.sin().exp())(leaf())
@@ -95,9 +93,7 @@ def test_states_are_put_back_after_an_error(who, request):
         fail_if("function")
         return y.cos()
 
-    def now():
-        return value["good"], norm.training, streams(), bits(dict(norm.named_buffers()))
-
+    now = lambda: (value["good"], norm.training, streams(), bits(norm.state_dict()))  # noqa: E731
     one = register_state(lambda: fail_if("snapshot of one"), lambda _: fail_if("restore of one"))
     with register_state(value.copy, value.update), one:
         y = checkpointed(fn, preserve_rng_state="all")(leaf(4, 4))
@@ -159,8 +155,7 @@ def test_what_a_function_assigns_itself_is_its_own_business(times):
 
 
 def test_what_it_only_reads_keeps_the_value_of_the_forward():
-    """Also beside a variable that it assigns. Containers are the live ones: side effects on them
-    happen again, and what they hold is what it is when backward runs."""
+    """Also beside a variable that it assigns. Containers are the live ones, as they are by then."""
     n, factor, noted, table = 0, 2.0, [], {"n": 2.0}
 
     def fn(x):
@@ -219,13 +214,8 @@ class Right:
     def variables_set_anew_afterwards(door):
         """Numbers, functions, tensors with and without a gradient, modules."""
         factor, act, t, module = 2.0, torch.relu, torch.full((4,), 3.0), nn.Linear(4, 4)
-        p = then = leaf() * 2
-
-        def fn(x, a=3.0, *, b=5.0):
-            return act(module(x * factor * a * b * t * p))
-
-        x = leaf()
-        y = door(fn)(x)
+        x, p = leaf(), (then := leaf() * 2)
+        y = door(lambda x, a=3.0, *, b=5.0: act(module(x * factor * a * b * t * p)))(x)
         factor, act, t, p, module = 7.0, torch.sin, torch.zeros(4), torch.zeros(4), None
         gradients = torch.autograd.grad(y.square().sum(), [x, then])
         assert (factor, act, module) == (7.0, torch.sin, None)
@@ -246,14 +236,12 @@ class Right:
             def run(self, n, x):
                 return super().run(x * factor * n) * later(x, 2) * self.weight
 
-        def call(x):
-            return door(Derived().run)(5.0, x) + door(partial(Derived().run, 5.0))(x)
+        x, run = leaf(), Derived().run
 
         def later(x, n):
             return x if n == 0 else later(x * 2, n - 1)
 
-        x = leaf()
-        y = call(x)
+        y = door(run)(5.0, x) + door(partial(run, 5.0))(x)
         factor = 3.0
         return torch.autograd.grad(y.sum(), x)
 

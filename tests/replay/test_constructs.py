@@ -119,13 +119,9 @@ class Constructs:
 
     @case(make=leaves(lambda: nn.Embedding(9, 6, max_norm=1.0)), whole=True)
     def weights_written_in_the_forward(region, x, y, m):
-        def f(x):
-            return (m(torch.tensor([1, 2, 2, 5])) * x).exp()
-
+        f = lambda x: (m(torch.tensor([1, 2, 2, 5])) * x).exp()  # noqa: E731
         return region(f, x * 1), region(lambda x: f(x * 1) * f((x * y).sin()), y)
 
-
-class Storage:
     @case
     def zero_size_and_zero_dim(x, y):
         h = x.sin()
@@ -236,8 +232,6 @@ class Storage:
         h[1:].add_(x[1:])
         return h.sin(), *region(lambda x: region(f, x), x)
 
-
-class Kinds:
     @case(whole=True)
     def wrapper_that_stays_across(region, x, y):
         t = TwoTensor((x * 2).detach(), (y * 3).detach()).requires_grad_()

@@ -1,5 +1,6 @@
 """The limits of replay, one test for each row of the table in LIMITS.md, and `opaque()`."""
 
+import functools
 import threading
 from contextlib import nullcontext, suppress
 
@@ -10,6 +11,7 @@ from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, Table, bits, leaves, rerun
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from checkpointing import ChangedError, CheckpointError, auto, checkpoint_scope, keep, opaque
 
@@ -132,16 +134,14 @@ def test_opaque_in_scopes_in_torchs_own_checkpoint():
         return y + z
 
     x = torch.ones(3, requires_grad=True)
-    out = torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
-    assert bits(torch.autograd.grad(out.sum(), x)) == bits(
-        torch.autograd.grad(function(x).sum(), x)
-    )
+    theirs = functools.partial(checkpoint, function, use_reentrant=False)
+    have, want = (bits(torch.autograd.grad(f(x).sum(), x)) for f in (theirs, function))
+    assert have == want
 
 
 @pytest.mark.parametrize("policy", [None, [torch.ops.aten.mul.Tensor], auto(budget=16), PLANNED])
 def test_what_a_scope_in_torchs_own_checkpoint_writes_is_copied_past_its_hooks(policy):
-    """Neither what it keeps nor what it has read from outside makes those run the function again at
-    once."""
+    """Neither what it keeps nor what it has read makes those run the function again at once."""
     calls = []
 
     def function(x):
@@ -154,7 +154,7 @@ def test_what_a_scope_in_torchs_own_checkpoint_writes_is_copied_past_its_hooks(p
 
     x = torch.ones(3, requires_grad=True)
     (want,) = torch.autograd.grad(function(x).sum(), x)
-    out = torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+    out = checkpoint(function, x, use_reentrant=False)
     assert len(calls) == 2
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], want)
     assert len(calls) == 3
@@ -223,8 +223,7 @@ def test_values_around_opaque_are_computed_once():
 
 @pytest.mark.parametrize("options", [{}, {"policy": PLANNED}], ids=str)
 def test_unseen_writes_are_found_by_a_check_of_values(options):
-    """The error names the first tensor that differs, the operator that made it and the user's
-    line."""
+    """The error names the first tensor that differs, the operator that made it, the user's line."""
     x = torch.randn(4, 6, requires_grad=True)
     with checkpoint_scope(determinism_check="values", **options):
         a = torch.zeros(4, 6) + 1

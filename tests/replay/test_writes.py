@@ -15,8 +15,7 @@ pytestmark = NO_ROOM
 
 
 def norm(name, build, shape):
-    """A module in a region that is called several times, through a closure and in evaluation
-    mode."""
+    """A module in a region: called several times, through a closure and in evaluation mode."""
 
     def many(region, x, y, m):
         a = region(m, (x * 1).reshape(shape).sin()).exp()
@@ -24,9 +23,7 @@ def norm(name, build, shape):
         return a * b, region(m, region(m, a))
 
     def closure(region, x, y, m):
-        def f(x):
-            return m(x.reshape(shape).sin()).exp()
-
+        f = lambda x: m(x.reshape(shape).sin()).exp()  # noqa: E731
         return region(f, x) * region(f, y * 2), region(lambda x: f(f(x).reshape(4, 6)), x)
 
     def evaluated(region, x, y, m):
@@ -168,8 +165,7 @@ def test_statistics_of_an_evaluation_before_training_are_those_that_it_read():
 @pytest.mark.parametrize("door", REPLAY)
 @pytest.mark.parametrize("read", [lambda mean: mean, lambda mean: mean[None]], ids=["all", "view"])
 def test_statistics_that_are_read_before_their_update_are_as_they_were(door, read):
-    """Plain code saves them for the gradient of `w`, which then meets what they are by then: a
-    limit of replays."""
+    """Plain code's gradient of `w` meets what they are by then: a limit of replays."""
 
     def gradients(door, copied):
         def f(x, w):
@@ -192,8 +188,7 @@ test_writes, test_nothing_stays = case.tests(
 
 
 def assert_has_the_gradient_of_a_copy(function, policy):
-    """A block that hands on a tensor as it is has the gradient of plain code that hands on a
-    copy."""
+    """A block that hands on a tensor has the gradient of plain code that hands on a copy."""
     x = torch.rand(12, requires_grad=True)
     (want,) = torch.autograd.grad(function(x, torch.clone), x)
     with checkpoint_scope(policy=policy):
