@@ -4,6 +4,7 @@ import contextlib
 import gc
 import getpass
 import os
+import sys
 import tempfile
 
 import pytest
@@ -52,6 +53,15 @@ def no_gc(frozen):
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture
+def quick_switches():
+    """Threads take turns often, so that races show."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
 
 
 def _group():

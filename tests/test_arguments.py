@@ -56,8 +56,7 @@ def more(x, rest=None):
 
 class Registered:
     def __init__(self, x, rest=None):
-        self.x = x
-        self.rest = rest
+        self.x, self.rest = x, rest
 
 
 register_pytree_node(
@@ -107,19 +106,13 @@ def calls_of_any_kind(door):
     def every_kind(a, /, b, *rest, c, d=2.0, **others):
         return (a * b + sum(rest) * c + d * others["e"]).square()
 
-    def one_list_twice(a, b):
-        b.append(a[0] * 2)
-        return (a[-1] * a[0]).square()
-
     linear, x = nn.Linear(3, 3), leaf(3, 3)
-    y, items = x * 2, [x * 2]
+    y, items, act = x * 2, [x * 2], torch.relu
     results = (
-        door(lambda module, act, norm, x: norm(act(module(x))))(
-            linear, torch.relu, linear.forward, x
-        ),
+        door(lambda module, act, norm, x: norm(act(module(x))))(linear, act, linear.forward, x),
         door(every_kind)(x, x + 1, x + 2, x + 3, c=x, e=x + 4),
         door(lambda a, b, view: (a * b)[:2] * view)(y, y, y[2:]),
-        door(one_list_twice)(items, items),
+        door(lambda a, b: (b.append(a[0] * 2), (a[-1] * a[0]).square())[1])(items, items),
         door(lambda x, f: f(x).square())(x, functools.partial(torch.mul, x)),
     )
     return torch.autograd.grad(sum(result.square().sum() for result in results), x)
@@ -316,18 +309,17 @@ def test_memory_may_be_away_between_forward_and_backward(door, trick, given):
     p = module.weight = nn.Parameter(data(3, 3))
     gone, wanted = (data(3), [x]) if given == "data" else (p, [x, p])
 
-    def step(door, away=True):
+    def step(door, trick=trick):
         if given == "data":
             y = door(lambda d: (d * x).square())(gone)
         elif given == "module":
             y = door(lambda x: module(x).square())(x)
         else:
             y = GIVEN[given](door, lambda p: (x @ p.t()).square(), p)
-        if away:
-            trick(gone)
+        trick(gone)
         return torch.autograd.grad(y.sum(), wanted)
 
-    same(step(door), step(plain, away=False))
+    same(step(door), step(plain, trick=id))
 
 
 @pytest.mark.parametrize("door", [*RERUNS, "replay", "scope"])

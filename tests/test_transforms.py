@@ -138,13 +138,11 @@ def tangent_before_opaque(x, w):
     return value * tangent
 
 
-def noise(x):
-    return nn.functional.dropout(x, 0.5).exp()
-
-
 INSIDE = {
     "vmap": lambda x, w: func.vmap(lambda row: (row * w).sin().exp())(x),
-    "vmap with randomness": lambda x, w: func.vmap(noise, randomness="different")(x.sin() * w),
+    "vmap with randomness": lambda x, w: func.vmap(
+        lambda x: nn.functional.dropout(x, 0.5).exp(), randomness="different"
+    )(x.sin() * w),
     "jvp": lambda x, w: tangent(lambda x: (x * w).sin().exp(), x, torch.ones_like(x)),
     "vmap of jvp": lambda x, w: func.vmap(lambda row: tangent(function, row * w, w))(x),
     "dual numbers": dual,

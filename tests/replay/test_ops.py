@@ -126,9 +126,7 @@ def check(op, dtype, notes, turn):
                 queue = iter(leaves)
                 return region(fn, *mapped(lambda _: next(queue), args))
 
-            def make(arguments=arguments):
-                return tuple(tensors(mapped(fresh, arguments)))
-
+            make = lambda arguments=arguments: tuple(tensors(mapped(fresh, arguments)))  # noqa: E731
             for door, wrong in compare(program, make, where, variant == "function"):
                 notes.append(f"{op.name} {dtype} #{number} {variant} {door} {wrong}")
 

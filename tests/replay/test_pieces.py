@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from oracle import NO_ROOM, memory_of
+from oracle import NO_ROOM, memory_of, plain, scope
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -120,8 +120,8 @@ def test_every_step_leaves_the_same_bits(program):
         return loss
 
     want, got = steps(program, lambda function: function()), steps(program, region)
-    for plain, scoped in zip(want, got, strict=True):
-        for a, b in zip(plain, scoped, strict=True):
+    for one, other in zip(want, got, strict=True):
+        for a, b in zip(one, other, strict=True):
             assert (a is None and b is None) or torch.equal(a, b)
     assert min(map(len, cuts[-4:])) > 2
 
@@ -132,10 +132,7 @@ def assert_as_little_memory(forward, factor):
     def by_hand(n):
         return forward(n, lambda layer: functools.partial(checkpoint, layer, use_reentrant=False))
 
-    def in_scope(n):
-        with checkpoint_scope(auto()):
-            return forward(n, lambda layer: layer)
-
+    in_scope = scope(lambda n: forward(n, plain), policy=auto())
     for n in range(8):
         in_scope(n).backward()
     for n in range(8, 12):

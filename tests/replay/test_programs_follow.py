@@ -3,7 +3,6 @@ bits of plain code, whatever the last step did."""
 
 import functools
 import random
-import sys
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ def test_programs_of_all_shapes_through_one_site(door):
 
 
 @pytest.mark.parametrize("door", [scope, replay, planned])
-def test_threads_through_one_site(door):
+def test_threads_through_one_site(door, quick_switches):
     def f(x, w, n):
         y = x @ w
         for _ in range(1 + n % 3):
@@ -63,14 +62,9 @@ def test_threads_through_one_site(door):
             assert gradients(region, n * (k + 1) % 8) == want[n * (k + 1) % 8]
 
     want, region = [gradients(f, n) for n in range(8)], door(f)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(3):
-            clear_programs()
-            at_once(*(functools.partial(work, k) for k in range(4)))
-    finally:
-        sys.setswitchinterval(interval)
+    for _ in range(3):
+        clear_programs()
+        at_once(*(functools.partial(work, k) for k in range(4)))
 
 
 @pytest.mark.parametrize("door", [scope, replay, planned])
