@@ -10,8 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class Program:
-    """Python with these words after it, as if in this process: what can be imported here can be
-    there. It runs once, when a test asks for what became of it."""
+    """Python with these words after it, and what can be imported here. It runs once, when asked."""
 
     def __init__(self, *words, cwd=None, **env):
         path = os.pathsep.join([str(ROOT), *(p for p in sys.path if p)])

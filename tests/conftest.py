@@ -6,6 +6,7 @@ import getpass
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from checkpointing import clear_programs
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))  # its programs
 torch.set_num_threads(1)
 with contextlib.suppress(ImportError):  # the compiler shows progress where tqdm is installed
     import tqdm

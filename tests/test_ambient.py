@@ -1,5 +1,4 @@
-"""Recompute sees what the forward saw: autocast, modes, default dtype and device, context
-variables, switches."""
+"""Recompute sees the forward's autocast, modes, dtype, device, context variables and switches."""
 
 import collections
 import contextlib

@@ -33,9 +33,7 @@ def is_region(fn, *args, **kwargs):
     return ran.get("sin", 0) == 1
 
 
-class Body(nn.Module):
-    def forward(self, x):
-        return body(x)
+Body = type("Body", (nn.Module,), {"forward": lambda self, x: body(x)})
 
 
 class Object:
@@ -355,10 +353,7 @@ def test_name_is_what_messages_say(door, name):
     def fn(x, source):
         return (x * source).sin()
 
-    class Twisted(nn.Module):
-        def forward(self, *args):
-            return fn(*args)
-
+    Twisted = type("Twisted", (nn.Module,), {"forward": lambda self, *args: fn(*args)})
     model = nn.ModuleDict({"a": Twisted()})
     checkpointing.checkpoint_modules(model, "a", name=name)
     run, own = {

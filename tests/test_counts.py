@@ -17,8 +17,7 @@ LAYERS = 5
 
 
 def added(program, door, early_stop=True, backward=lambda y: weigh(y).backward()):
-    """What regions in `program(region)(x, w)` add to the operators of backward; to those of forward
-    they add nothing."""
+    """What regions in `program(region)(x, w)` add to backward's operators; forward's stay."""
 
     def counts(word):
         x, w, results = leaf(40, 40), leaf(40, 40), []

@@ -1,5 +1,4 @@
-"""Checkpointed programs are the plain programs, bit for bit: outputs, gradients, random stream,
-buffers."""
+"""Checkpointed programs are the plain ones, bit for bit: results, gradients, streams, buffers."""
 
 import functools
 import itertools

@@ -1,5 +1,4 @@
-"""An exception anywhere leaves no hook, mode, random state or grad mode behind and says where it
-happened."""
+"""An exception anywhere leaves no hook, mode or state behind, and says where it happened."""
 
 import contextlib
 import gc

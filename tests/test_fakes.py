@@ -1,12 +1,11 @@
-"""Dry runs: a block under `FakeTensorMode` is followed, planned and replayed as it would be with
-memory."""
+"""Dry runs: a block under `FakeTensorMode` is followed, planned and replayed as with memory."""
 
 import contextlib
 import functools
 
+import programs
 import pytest
 import torch
-import torch.nn.functional as F
 from oracle import scope
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -17,27 +16,16 @@ from checkpointing import auto, checkpoint_scope, checkpointed, clear_programs, 
 WIDTH = 64
 
 
-class Block(nn.Module):
-    """Attention, and a product with dropout."""
-
+class Block(programs.Block):
     def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.wide = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1))
-        self.back = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v))
-        return x + self.back(self.wide(x))
+        super().__init__(WIDTH, 4, 0.1)
 
 
 class Routed(Block):
     """Which rows are read depends on data only in their order."""
 
     def forward(self, x):
-        rows = self.norm(x).sum(-1).topk(16, -1).indices
+        rows = self.norm1(x).sum(-1).topk(16, -1).indices
         chosen = x.gather(1, rows[..., None].expand(-1, -1, WIDTH))
         return super().forward(x) + super().forward(chosen).mean(1, keepdim=True)
 

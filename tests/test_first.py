@@ -1,5 +1,4 @@
-"""What one reads first, as the README tells it: each example of a new user, and what matters about
-it. All other tests are about one subject each."""
+"""What one reads first: each example of the README. All other tests are about one subject each."""
 
 import pytest
 import torch

@@ -3,23 +3,19 @@
 import contextlib
 import functools
 import random
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from oracle import bits, rerun, scope
+from programs import Block
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from checkpointing import auto, checkpoint_modules, clear_programs, forecast
 from checkpointing.__main__ import step_of
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-from programs import Block
 
 
 def through(layers, x):

@@ -1,5 +1,4 @@
-"""What only a GPU shows. (Offloading on side streams: test_offload.py; the comparison's figures:
-test_main.py.)"""
+"""What only a GPU shows. (On side streams: test_offload.py; the comparison: test_main.py.)"""
 
 import pytest
 import torch

@@ -182,8 +182,7 @@ COMMANDS = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", README, re.MULTILIN
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
 def test_program_runs(program):
-    """Each on its own, from its imports on; the parameters of its modules have gradients
-    afterwards."""
+    """Each on its own; the parameters of its modules have gradients afterwards."""
     names = {"__name__": "readme"}
     exec(compile(program, "README.md", "exec"), names)
     model = names.get("model", names.get("layers"))

@@ -1,5 +1,4 @@
-"""What waits on the host: where it is, and when it comes back. (Copies that run late:
-inside/test_devices.py.)"""
+"""What waits on the host, and when it is back. (Copies that run late: inside/test_devices.py.)"""
 
 import pytest
 import torch
@@ -111,10 +110,9 @@ def test_small_storages_stay(least, found):
     assert scope.stats.ops_replayed == 0
 
 
-@pytest.mark.parametrize("first", [0, "1 GiB"])
-def test_of_two_places_the_first_one_counts(first):
+@pytest.mark.parametrize(("first", "second"), [(0, "1 GiB"), ("1 GiB", 0)])
+def test_of_two_places_the_first_one_counts(first, second):
     """For what autograd saves, what is kept by hand, and inputs."""
-    second = "1 GiB" if first == 0 else 0
     policy = offload(min_bytes=first, inputs=True) | offload(min_bytes=second, inputs=True)
     x, big = torch.rand(1000).requires_grad_(), torch.rand(1000)
     with checkpoint_scope(policy=policy):

@@ -1,5 +1,4 @@
-"""Recompute draws the numbers that the forward drew, and the stream goes on where plain code leaves
-it."""
+"""Recompute draws the numbers of the forward; the stream goes on where plain code leaves it."""
 
 import functools
 import json
@@ -19,8 +18,7 @@ pytestmark = NO_ROOM
 
 
 def samplers(x):
-    """Numbers made from nothing, in place, and shaped like something that is there; multinomial,
-    Bernoulli, normal with tensors as arguments."""
+    """From nothing, in place, shaped like another; by multinomial, Bernoulli, normal of tensors."""
     noise = torch.empty(50).uniform_() + torch.empty(50).normal_() + torch.empty(50).exponential_()
     more = torch.randint(0, 5, (50,)).float() + torch.randperm(50) + torch.rand_like(x.exp())
     index = torch.multinomial(x.detach().sigmoid(), 50, replacement=True)
@@ -161,10 +159,7 @@ def test_without_preserving_replay_is_exact_and_stashes_nothing(door):
     leaf = torch.linspace(-1, 1, 50).requires_grad_()
     off = {"preserve_rng_state": False}
 
-    def step(door):
-        y = door(dropout)(leaf)
-        return [y, *torch.autograd.grad(y.sum(), leaf)]
-
+    step = lambda door: [y := door(dropout)(leaf), *torch.autograd.grad(y.sum(), leaf)]  # noqa: E731
     same_bits(functools.partial(DOORS[door], **off), step)
     with checkpoint_scope(**off) as entered:
         y = dropout(leaf)

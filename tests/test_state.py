@@ -1,5 +1,4 @@
-"""State that no argument shows: the random streams of Python and NumPy, what `register_state`
-names, variables that a function closes over."""
+"""State that no argument shows: other random streams, `register_state`, variables closed over."""
 
 import random
 from functools import partial

@@ -1,5 +1,4 @@
-"""Regions and torch.func: a transform over a region runs it plain and says so once; inside a region
-they work."""
+"""torch.func: a transform over a region runs it plain and says so once; inside, they work."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Autograd constructs and small models, tricks of storage, subclasses of tensor and other layouts,
-inside of regions, around them and between them."""
+"""Autograd constructs, small models, tricks of storage, subclasses, layouts, in and around regions."""
 
 import pytest
 import torch

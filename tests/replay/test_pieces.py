@@ -1,5 +1,4 @@
-"""Blocks that go another way in every step: layers that are dropped, loops of another length,
-experts that are chosen. After a few steps `auto()` runs them in pieces."""
+"""Blocks that go another way in every step: after a few steps `auto()` runs them in pieces."""
 
 import functools
 

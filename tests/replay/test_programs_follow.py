@@ -1,5 +1,4 @@
-"""Blocks that change from step to step, and a memory that is written in parts: each step leaves the
-bits of plain code, whatever the last step did."""
+"""Blocks that change from step to step leave the bits of plain code, whatever the last step did."""
 
 import functools
 import random

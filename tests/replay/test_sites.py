@@ -1,5 +1,4 @@
-"""One site, one memory, one set of hooks; scopes that hold what scopes and reruns inside them have
-read: small programs that each found a hole."""
+"""One site, one memory, one set of hooks, nests of them: small programs that each found a hole."""
 
 import contextlib
 import functools
@@ -220,8 +219,7 @@ def test_what_follows_a_backward_inside_is_recorded_where_it_runs():
 
 
 def test_what_one_plan_keeps_may_be_an_input_of_the_next_one():
-    """Of the part after a backward inside, which has a plan of its own; another program at the
-    site lies between two runs."""
+    """Of the part after a backward inside, which has a plan of its own; with another between."""
     w, layer = torch.randn(4, 4, requires_grad=True), nn.Linear(4, 4)
 
     def backward_inside(x):
@@ -279,15 +277,8 @@ def test_what_a_backward_inside_brings_back_by_itself_stays_what_it_is():
 
 def test_a_foreach_write_in_a_scope_counts_for_the_rerun_around_it():
     """In a dispatch mode, torch itself does not count these up."""
-
-    @checkpointed
-    def f(x, c):
-        with checkpoint_scope():
-            torch._foreach_mul_([c], 0.5)
-        return x.logsumexp(0)
-
-    x, c = torch.ones(3, requires_grad=True), torch.ones(3)
-    y = f(x, c)
+    halve, x, c = scope(torch._foreach_mul_), torch.ones(3, requires_grad=True), torch.ones(3)
+    y = checkpointed(lambda x, c: (halve([c], 0.5), x.logsumexp(0))[1])(x, c)
     with pytest.raises(checkpointing.ChangedError):
         y.backward()
     assert c.tolist() == [0.5] * 3

@@ -1,7 +1,7 @@
-"""Writes that schemas hide, that go outside, that nobody sees; random operators; inputs that change
-later."""
+"""Writes that schemas hide, that go outside, that nobody sees; statistics; random operators."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -187,15 +187,6 @@ test_writes, test_nothing_stays = case.tests(
 )
 
 
-def assert_has_the_gradient_of_a_copy(function, policy):
-    """A block that hands on a tensor has the gradient of plain code that hands on a copy."""
-    x = torch.rand(12, requires_grad=True)
-    (want,) = torch.autograd.grad(function(x, torch.clone), x)
-    with checkpoint_scope(policy=policy):
-        y = function(x, lambda h: h)
-    assert torch.equal(torch.autograd.grad(y, x)[0], want)
-
-
 SPLITS = {
     "chunk": lambda h: h.chunk(2),
     "unsafe_chunk": lambda h: h.unsafe_chunk(2),
@@ -205,37 +196,24 @@ SPLITS = {
     "unfold, then rows": lambda h: [h.unfold(0, 6, 3)[:2], h.unfold(0, 6, 3)[2:3]],
     "as_strided beyond the end": lambda h: [h.chunk(2)[0].as_strided((8,), (1,), 0), h.chunk(2)[1]],
 }
-POLICIES = [None, auto(), PLANNED, auto(budget=100), auto(budget=10**6)]
-POLICY = pytest.mark.parametrize("policy", POLICIES, ids=str)
 
 
-@POLICY
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
-def test_a_part_that_has_been_delivered_stays_when_another_one_is_written(split, policy):
-    def function(x, before):
-        h = x.sin()
-        first, second = split(h)
-        y = before(first).cos()
-        with torch.no_grad():
-            second.mul_(3)
-        return y.sum() + (h * x).sum()
-
-    assert_has_the_gradient_of_a_copy(function, policy)
+def a_part_delivered_before_another_one_is_written(x, before, split):
+    h = x.sin()
+    first, second = split(h)
+    y = before(first).cos()
+    with torch.no_grad():
+        second.mul_(3)
+    return y.sum() + (h * x).sum()
 
 
-@POLICY
-def test_what_is_saved_before_opaque_is_what_it_was(policy):
+def saved_before_opaque(x, before):
     """Also where a policy only holds on to it, as long as there is room."""
-
-    def function(x, before):
-        n = torch.full((12,), 2.0)
-        y = x * before(n)
-        with opaque():
-            n.mul_(3)
-        return (y * n).sin().sum()
-
-    for _ in range(2):
-        assert_has_the_gradient_of_a_copy(function, policy)
+    n = torch.full((12,), 2.0)
+    y = x * before(n)
+    with opaque():
+        n.mul_(3)
+    return (y * n).sin().sum()
 
 
 class Gives(torch.autograd.Function):
@@ -251,20 +229,32 @@ class Gives(torch.autograd.Function):
         return ctx.saved_tensors[0]
 
 
-@POLICY
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(create_graph, policy):
+def brought_back_by_a_backward_inside(x, before, create_graph):
     """On its own memory it is what it was, when the memory that it had first is written."""
+    h = x.sin()
+    again = h.detach().requires_grad_()
+    (g,) = torch.autograd.grad(Gives.apply(again), again, create_graph=create_graph)
+    g = before(g.detach())
+    h.mul_(3)
+    return (x * g * (h + 1)).sum()
 
-    def function(x, before):
-        h = x.sin()
-        again = h.detach().requires_grad_()
-        (g,) = torch.autograd.grad(Gives.apply(again), again, create_graph=create_graph)
-        g = before(g.detach())
-        h.mul_(3)
-        return (x * g * (h + 1)).sum()
 
-    assert_has_the_gradient_of_a_copy(function, policy)
+HANDED_ON = [
+    saved_before_opaque,
+    *(partial(brought_back_by_a_backward_inside, create_graph=create) for create in (False, True)),
+    *(partial(a_part_delivered_before_another_one_is_written, split=s) for s in SPLITS.values()),
+]
+
+
+@pytest.mark.parametrize("policy", [None, auto(), PLANNED, auto(budget=100), auto(budget=10**6)])
+@pytest.mark.parametrize("function", HANDED_ON)
+def test_what_a_block_hands_on_has_the_gradient_of_plain_code_with_a_copy(function, policy):
+    x = torch.rand(12, requires_grad=True)
+    (want,) = torch.autograd.grad(function(x, torch.clone), x)
+    for _ in range(2):
+        with checkpoint_scope(policy=policy):
+            y = function(x, lambda h: h)
+        assert torch.equal(torch.autograd.grad(y, x)[0], want)
 
 
 def test_a_loop_that_writes_columns_in_turn_takes_no_longer_at_its_end():

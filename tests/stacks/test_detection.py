@@ -1,5 +1,4 @@
-"""Losses of detection and segmentation: they pad targets by rows, match by assignment, and differ
-from image to image."""
+"""Losses of detection and segmentation: targets are padded by rows and matched, image by image."""
 
 import pytest
 import torch
