@@ -50,14 +50,9 @@ class Toy(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device="toy:0",
-        )
+        place = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
+        options = {"dtype": inner.dtype, "device": "toy:0", **place}
+        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), **options)
 
     def __init__(self, inner):
         self.inner = inner

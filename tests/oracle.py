@@ -96,6 +96,9 @@ WAYS = {**DOORS, "rerun to the end": functools.partial(rerun, early_stop=False)}
 RERUNS = ("rerun", "rerun to the end", "rerun in rerun")
 EACH_DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
 EACH_WAY = pytest.mark.parametrize("door", [rerun, replay, scope], ids=["rerun", "replay", "scope"])
+WORDS = ["c", "r", "s", "cc", "cs", "sc", "ss"]
+WORD = pytest.mark.parametrize("word", WORDS)
+EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
 LETTERS: dict[str, Callable[..., Function]] = {
     "a": functools.partial(scope, policy=auto()),
     "b": functools.partial(scope, policy=auto(budget=100)),
@@ -154,6 +157,12 @@ def integers(*shape: int) -> Tensor:
     """Small integers that want a gradient, the same each time."""
     numbers = torch.arange(1.0, torch.Size(shape or (4,)).numel() + 1) % 5 - 2
     return numbers.view(shape or (4,)).requires_grad_()
+
+
+def through(layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
 def words(text: str) -> list[str]:
@@ -259,12 +268,7 @@ def _partial(seen: Any, outputs: Any, inputs: Any) -> None:
     torch.autograd.backward(outputs, weights_like(outputs))
 
 
-BACKWARDS = {
-    "first": _first,
-    "second": _of_order(2),
-    "third": _of_order(3),
-    "partial": _partial,
-}
+BACKWARDS = {"first": _first, "second": _of_order(2), "third": _of_order(3), "partial": _partial}
 
 
 def observe(program: Function, region: Function, make: Function, backward: str) -> dict[str, Any]:

@@ -159,21 +159,12 @@ def test_it_is_deprecated_once_per_process_and_not_through_the_drop_in():
 def test_ddp_with_the_reentrant_backend(group):
     """A block used twice: the error says what to use instead; that works."""
 
-    class Block(nn.Module):
-        def __init__(self, backend, often):
-            super().__init__()
-            self.first, self.block, self.often = nn.Linear(4, 4), nn.Linear(4, 4), often
-            self.run = checkpointed(self.block, backend=backend)
-
-        def forward(self, x):
-            x = self.first(x)
-            for _ in range(self.often):
-                x = self.run(x).relu()
-            return x
-
     refused = pytest.raises(CheckpointError, match=r"DistributedDataParallel .*Use backend='rerun'")
     for backend, often in (("rerun", 2), ("replay", 2), ("reentrant", 1), ("reentrant", 2)):
-        model = nn.parallel.DistributedDataParallel(Block(backend, often))
+        block = nn.Linear(4, 4)
+        block.forward = checkpointed(block.forward, backend=backend)
+        net = nn.Sequential(nn.Linear(4, 4), *[block, nn.ReLU()] * often)
+        model = nn.parallel.DistributedDataParallel(net)
         fails = backend == "reentrant" and often == 2
         with refused if fails else contextlib.nullcontext():
             model(leaf(4, 4)).sum().backward()

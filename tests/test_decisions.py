@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 from noise import SEED, shaken
-from oracle import NO_ROOM, PLANNED, replay, scope, tensors
+from oracle import NO_ROOM, PLANNED, replay, scope, tensors, through
 from torch import nn
 
 from checkpointing import MismatchError, auto, checkpoint_scope, checkpointed, keep, offload
@@ -106,12 +106,7 @@ class Layer(nn.Module):
 
 
 def per_layer(door):
-    def run(layers, x):
-        for layer in layers:
-            x = door(layer)(x)
-        return x.square().sum()
-
-    return run
+    return lambda layers, x: through(map(door, layers), x).square().sum()
 
 
 def around(**options):

@@ -6,18 +6,16 @@ import itertools
 import linecache
 import re
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import NO_ROOM, PLANNED, Counting, Watching, apply, bits, count, leaf, rerun, state
+from oracle import EARLY_STOP, WORD, WORDS, Counting, Watching, apply, bits, leaf, rerun, state
 
 from checkpointing import CheckpointError, checkpoint_scope, disabled, is_recomputing, keep
 
-pytestmark = NO_ROOM
-WORDS = ["c", "r", "s", "cc", "cs", "sc", "ss"]
-WORD = pytest.mark.parametrize("word", WORDS)
+pytestmark = oracle.NO_ROOM
 RERUN = pytest.mark.parametrize("word", ["c", "cc", "sc"])
-EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
 ERRORS = pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 
 
@@ -146,7 +144,7 @@ def test_the_region_around_is_the_innermost_again_after_an_exception(word):
             apply(word, lambda x: fails(ValueError)())(x)
         y = keep(x.sin()).exp().tanh()
     assert scope.stats.bytes_kept == x.nbytes
-    assert count(y.sum().backward).get("exp") == 1
+    assert oracle.count(y.sum().backward).get("exp") == 1
 
 
 @pytest.mark.parametrize("stop", [True, False])
@@ -193,7 +191,7 @@ def test_what_a_function_makes_of_the_stop_signal(error, word):
 SCOPES = {
     "plain": contextlib.nullcontext,
     "scope": checkpoint_scope,
-    "planned": lambda: checkpoint_scope(policy=PLANNED),
+    "planned": lambda: checkpoint_scope(policy=oracle.PLANNED),
     "reported": lambda: checkpoint_scope(report=True),
     "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
     "mode": Counting,

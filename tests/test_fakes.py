@@ -6,7 +6,7 @@ import functools
 import programs
 import pytest
 import torch
-from oracle import scope
+from oracle import plain, scope, through
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -47,28 +47,21 @@ class Convolving(nn.Sequential):
 def whole(**options):
     def run(blocks, x):
         with checkpoint_scope(**options) as run.scope:
-            for block in blocks:
-                x = block(x)
-            return x.square().mean()
+            return through(blocks, x).square().mean()
 
     return run
 
 
-def each(region):
-    def run(blocks, x):
-        for block in blocks:
-            x = region(block, x)
-        return x.square().mean()
-
-    return run
+def each(door):
+    return lambda blocks, x: through(map(door, blocks), x).square().mean()
 
 
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 WAYS = {
-    "plain": each(lambda block, x: block(x)),
-    "rerun": each(lambda block, x: checkpointed(block)(x)),
-    "scope": each(lambda block, x: scope(block)(x)),
-    "keep": each(lambda block, x: scope(lambda x: block(keep(x * 2)))(x)),
+    "plain": each(plain),
+    "rerun": each(checkpointed),
+    "scope": each(scope),
+    "keep": each(lambda block: scope(lambda x: block(keep(x * 2)))),
     "products": whole(policy=save_ops(*PRODUCTS)),
     "auto": whole(policy=auto()),
     "budget": whole(policy=auto(budget="150 KiB")),

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import bits, rerun, scope
+from oracle import bits, rerun, scope, through
 from programs import Block
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -16,12 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from checkpointing import auto, checkpoint_modules, clear_programs, forecast
 from checkpointing.__main__ import step_of
-
-
-def through(layers, x):
-    for layer in layers:
-        x = layer(x)
-    return x
 
 
 class Decoder(nn.Module):

@@ -7,14 +7,11 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import NO_ROOM, PLANNED, SavesItsOutput, Watching, apply, leaf
+from oracle import EARLY_STOP, NO_ROOM, PLANNED, WORD, SavesItsOutput, Watching, apply, leaf
 
 from checkpointing import CheckpointError, checkpoint_scope, forward_only, is_recomputing, keep
 
 pytestmark = [NO_ROOM, pytest.mark.usefixtures("no_gc")]
-
-WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
-EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
 
 
 def network(x, w):

@@ -184,22 +184,12 @@ def two_storages(w):
     return y + (w * p).cos()
 
 
-def applied(w):
-    t = torch.zeros(4).add_(1).apply_(lambda number: number + 1)
-    return (w * t).sin().exp()
-
-
-def hooked(w):
-    w.register_hook(lambda grad: grad * 2)
-    return (w * 1).sin().exp()
-
-
 UNSEEN = {
     "data": ([c, s], lambda w: w.sin().exp()),
     "numbered": ([c, s], lambda w: w.sin().exp()),
     "two storages": ([s], two_storages),
-    "apply_": ([s], applied),
-    "hook": ([c], hooked),
+    "apply_": ([s], lambda w: (w * torch.zeros(4).add_(1).apply_(lambda n: n + 1)).sin().exp()),
+    "hook": ([c], lambda w: w.register_hook(lambda grad: grad * 2) and (w * 1).sin().exp()),
     "statistics": ([s], lambda w: (w + MEAN).sin().exp()),
 }
 MEAN = torch.zeros(4)

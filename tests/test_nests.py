@@ -342,7 +342,8 @@ class Writer:
         kinds += [lambda: self.line(G.KEEP)] * 3 + [self.once] * 2 + [lambda: self.line(G.PAIRS, 2)]
         kinds += [lambda: self.line(G.BACKWARD)] * self.backward_inside
         kinds += [self.write] * (4 * self.writes)
-        kinds += [lambda: self.line(G.MAKES), self.drop] * self.rich
+        delete = lambda: [f"del {self.random.choice(self.local or self.names)}"]  # noqa: E731
+        kinds += [lambda: self.line(G.MAKES), delete] * self.rich
         kinds += [lambda: self.line(G.PARTS, 2)] * 2 + [lambda: self.line(G.MULTI, 2), self.fails]
         kinds += [self.memory, self.memory, self.part] * self.parts
         kinds += [self.fill] * (6 * self.parts)
@@ -361,9 +362,6 @@ class Writer:
     def once(self) -> list[str]:
         is_graph = not self.backward_inside and self.chance(0.2)
         return self.line(G.GRAPH if is_graph else G.FORWARD_ONLY)
-
-    def drop(self) -> list[str]:
-        return [f"del {self.random.choice(self.local or self.names)}"]
 
     def memory(self) -> list[str]:
         """One that nothing needs a gradient of, so that it may be written."""

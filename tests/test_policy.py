@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import checkpointing
 from checkpointing import checkpoint_scope, checkpointed, keep, offload, save_ops, save_tagged, tag
 
-aten = torch.ops.aten
+aten, auto = torch.ops.aten, checkpointing.auto
 MM, SIN, EXP, TANH = aten.mm.default, aten.sin.default, aten.exp.default, aten.tanh.default
 
 
@@ -63,7 +63,7 @@ PRINTED = {
     ),
     "save_ops(aten.mm.default) | save_tagged('a')": lambda: [MM] | save_tagged("a"),
     "offload()": lambda: offload(min_bytes="1 KiB"),  # by default
-    "offload(auto(), device='cuda:1')": lambda: offload(checkpointing.auto(), device="cuda:1"),
+    "offload(auto(), device='cuda:1')": lambda: offload(auto(), device="cuda:1"),
     "offload(pin_memory=False)": lambda: offload(pin_memory=False),
     "offload() | save_ops(aten.sin.default)": lambda: offload() | save_ops(SIN),
 }
@@ -100,11 +100,7 @@ def test_different_policies_differ():
         (lambda: save_ops(MM) | 3, TypeError, "not 3"),
         (lambda: checkpoint_scope(policy=3), TypeError, "not 3"),
         (lambda: checkpoint_scope(policy="mm"), TypeError, "not 'mm'"),
-        (
-            lambda: checkpoint_scope(checkpointing.auto),
-            TypeError,
-            r"`auto\(\)`, .* not <function auto",
-        ),
+        (lambda: checkpoint_scope(auto), TypeError, r"`auto\(\)`, .* not <function auto"),
         (lambda: checkpoint_scope(policy=[torch.mm]), ValueError, "OpOverloads such as"),
         (lambda: tag(torch.ones(2), 3), TypeError, "a tag is a string"),
         (lambda: offload(device="meta"), ValueError, "meta"),
@@ -270,7 +266,7 @@ def test_a_backward_inside_is_not_asked_about():
 def test_a_plan_makes_room_for_gradients_that_do_not_exist_yet():
     w, peaks = torch.nn.Parameter(torch.rand(64, 64)), []
     for w.grad in (None, torch.zeros(64, 64)):
-        with checkpoint_scope(policy=checkpointing.auto()) as entered:
+        with checkpoint_scope(policy=auto()) as entered:
             y = leaf(64, 64)
             for _ in range(20):
                 y = y.sin()
@@ -291,8 +287,7 @@ def test_a_view_made_and_written_without_grad_is_kept():
             torch.add(torch.ones(3, 3), 1, out=y)
         return y.view_as(y).square()
 
-    copies = save_ops(aten.copy_.default)
-    for policy in (copies, copies | checkpointing.auto()):
+    for policy in (save_ops(aten.copy_.default), save_ops(aten.copy_.default) | auto()):
         run = scope(forward, policy=policy)
         assert all(gradient(run) == gradient(forward) for _ in range(3))
 
@@ -360,7 +355,7 @@ def test_bytes_kept_are_those_of_storages_counted_once():
 
 def test_kept_values_take_from_the_budget_of_a_plan_that_was_made_for_smaller_ones():
     for size in (100, 100, 120):
-        with checkpoint_scope(policy=checkpointing.auto(budget=1600)) as entered:
+        with checkpoint_scope(policy=auto(budget=1600)) as entered:
             y = keep(leaf(size).sin())
             for _ in range(12):
                 y = y.sin()

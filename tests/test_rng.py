@@ -38,11 +38,6 @@ def dropouts(x):
     return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5).exp().sin()
 
 
-def filled_last(x):
-    """Noise that is saved before it is there, by the last operator of all."""
-    return F.rrelu(x.sin(), training=True)
-
-
 def reseeded(x):
     """In a fork of the stream and out of it; beside numbers that decide, or that nobody needs."""
     torch.rand(17)
@@ -84,9 +79,11 @@ PROGRAMS = {
     "container": lambda door, x: door(lambda s: dropout(s["a"][0]))({"a": [x]}),
     "module argument": lambda door, x: door(lambda m, x: m(x.sin()).exp().sin())(LAYERS[0], x),
     "module": lambda door, x: door(LAYERS)(x),
+    # Noise that is saved before it is there, by the last operator of all.
+    "filled last": lambda door, x: door(lambda x: F.rrelu(x.sin(), training=True))(x),
     "between": between,
 }
-for f in (samplers, dropouts, filled_last, reseeded, sampled):
+for f in (samplers, dropouts, reseeded, sampled):
     PROGRAMS[f.__name__] = lambda door, x, f=f: door(f)(x)
 
 

@@ -153,8 +153,7 @@ def once(call, step, *shape, factor=1):
 
 
 def two_forwards(call, step):
-    x = data(step)
-    (call(x) + 2 * call(2 * x)).sum().backward()
+    (call(data(step)) + 2 * call(2 * data(step))).sum().backward()
 
 
 @program("ddp")

@@ -1,4 +1,4 @@
-"""Autograd constructs, small models, tricks of storage, subclasses, layouts, in and around regions."""
+"""Autograd constructs, models, tricks of storage, subclasses, layouts, in and around regions."""
 
 import pytest
 import torch

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from oracle import NO_ROOM, memory_of, plain, scope
+from oracle import NO_ROOM, memory_of, plain, scope, through
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -69,9 +69,7 @@ class Programs:
     def frozen_at_first(m, x, places):
         with torch.no_grad():
             x = m.layers[0](x)
-        for place in places:
-            x = m.layers[place](x)
-        return x
+        return through([m.layers[place] for place in places], x)
 
     def statistics_read_between_updates(m, x, places):
         """Which count no version up."""
@@ -144,10 +142,7 @@ def test_no_more_memory_than_with_a_checkpoint_around_each_layer():
     layers, x = nn.ModuleList(Layer(32) for _ in range(8)), torch.randn(64, 32)
 
     def forward(n, around):
-        y = x
-        for place in chosen(n, 8):
-            y = around(layers[place])(y)
-        return y.square().mean()
+        return through([around(layers[place]) for place in chosen(n, 8)], x).square().mean()
 
     assert_as_little_memory(forward, 1.05)
 
