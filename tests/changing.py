@@ -10,7 +10,6 @@ import warnings
 from types import SimpleNamespace
 
 import torch
-import torch.utils.checkpoint
 from oracle import REGIONS, bits, differences, tensors, weigh
 from torch import nn
 from torch.func import functional_call
@@ -18,8 +17,6 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 from checkpointing import keep, opaque
-
-MM = torch.ops.aten.mm.default
 
 
 class Memory(SimpleNamespace):

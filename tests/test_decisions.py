@@ -160,9 +160,6 @@ def test_routes_are_never_chosen_again(use, door):
         assert torch.cosine_similarity(one, two, dim=0) > 0.99
 
 
-LARGE = 1 << 20
-
-
 def large_mask(x):
     return x[shaken(x) > 1].sin()
 
@@ -170,7 +167,7 @@ def large_mask(x):
 def test_what_is_too_large_to_be_held_is_an_error_that_names_it():
     """A mask of a megabyte, of a tensor of four: not a raw error of autograd."""
     SEED[0] = itertools.count()
-    x = torch.randn(LARGE, requires_grad=True)
+    x = torch.randn(1 << 20, requires_grad=True)
     with checkpoint_scope(name="large"):
         y = large_mask(x)
     with pytest.raises(MismatchError) as caught:

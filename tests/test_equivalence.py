@@ -118,11 +118,10 @@ def assert_same(program, word, early_stop=True, computed=False, order=3):
 PROGRAMS = [program for name, program in vars(Programs).items() if not name.startswith("_")]
 ONE = [(word, early_stop) for word in "crsapb" for early_stop in (True, False)]
 NESTS = "cc", "ss", "sc", "cs", "cr", "rs", "csc", "scs", "pp", "pc", "cp", "sb"
-NESTED = [(word, True) for word in NESTS]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize(("word", "early_stop"), ONE + NESTED)
+@pytest.mark.parametrize(("word", "early_stop"), [*ONE, *((word, True) for word in NESTS)])
 def test_regions_in_any_nesting_are_the_plain_program(program, word, early_stop):
     """f ~ c(f) ~ c(c(f)) ~ s(c(f)) and so on, with gradients up to the third order."""
     is_one = len(word) == 1

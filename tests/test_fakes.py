@@ -13,7 +13,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from checkpointing import auto, checkpoint_scope, checkpointed, clear_programs, keep, save_ops
 
-WIDTH = 64
+WIDTH, aten = 64, torch.ops.aten
 
 
 class Block(programs.Block):
@@ -56,13 +56,12 @@ def each(door):
     return lambda blocks, x: through(map(door, blocks), x).square().mean()
 
 
-PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 WAYS = {
     "plain": each(plain),
     "rerun": each(checkpointed),
     "scope": each(scope),
     "keep": each(lambda block: scope(lambda x: block(keep(x * 2)))),
-    "products": whole(policy=save_ops(*PRODUCTS)),
+    "products": whole(policy=save_ops(aten.mm.default, aten.addmm.default)),
     "auto": whole(policy=auto()),
     "budget": whole(policy=auto(budget="150 KiB")),
     "peak": whole(policy=auto(peak="2 MiB")),

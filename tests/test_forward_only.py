@@ -8,7 +8,6 @@ import inspect
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from oracle import DOORS, EACH_DOOR, WAYS, Programs, apply, integers as leaf
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks

@@ -22,7 +22,6 @@ from typing import Any
 import oracle
 import pytest
 import torch
-import torch.utils.checkpoint
 from oracle import Double, Pair, PassThrough, SavesItsOutput, bits, noisy, state, tensors, weigh
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
