@@ -610,8 +610,7 @@ def compared(source: str, space: dict[str, Any], want: list[Any], refusable: boo
 
 
 def torch_fails(source: str, want: list[Any]) -> bool:
-    """Whether torch's own doors alone, or a mode that does nothing, give something else too: hooks
-    that copy may give kernels another layout, which then add in another order."""
+    """Whether torch's own doors, or a mode that does nothing, differ, too: by layouts of copies."""
     try:
         have = run(source, TORCHS)
         with PassThrough():
