@@ -26,7 +26,6 @@ from checkpointing import checkpointed
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 MM = torch.ops.aten.mm.default
-SIN = torch.ops.aten.sin.default
 OWN = words("""
     checkpoint checkpoint_sequential CheckpointError CheckpointFunction check_backward_validity
     set_checkpoint_early_stop set_checkpoint_debug_enabled
@@ -373,7 +372,7 @@ def backward_twice(y, retain_graph=False):
 def selected(*ways, **options):
     """A program that ends with an error, or with what torch computes."""
     ways = ways * 2 if len(ways) == 1 else ways
-    contexts = lambda m: selective(m, [SIN], **options)  # noqa: E731
+    contexts = lambda m: selective(m, [torch.ops.aten.sin.default], **options)  # noqa: E731
     return lambda m: gradient(region(m, fickle(*ways), x := leaf(), context_fn=contexts(m)), x)
 
 

@@ -192,7 +192,6 @@ AROUND = ["torch.no_grad()", "opaque()", "opaque()", "torch.enable_grad()", "tor
 HOOKS = ["save_on_cpu()", "cloning()", "identical()"]
 CALLED = ["rerun", "rerun", "rerun", "compat", "replay"]  # doors of functions
 LEAVES = ("a", "b", "c", "w")
-PARAMETERS = "a, b, c, w, bn, lin, drop"
 WRITES = "  # writes"  # behind each line that does
 
 
@@ -245,7 +244,10 @@ class Writer:
         body += [line for _ in range(self.random.randrange(3)) for line in self.simple()]
         if around:
             body = block(f"with {around}", body)
-        return [f"N = {size}", *block(f"def program({PARAMETERS})", [*body, *self.end()])]
+        return [
+            f"N = {size}",
+            *block("def program(a, b, c, w, bn, lin, drop)", [*body, *self.end()]),
+        ]
 
     def body(self, depth: int) -> list[str]:
         count = self.random.randint(1, 5 if depth else 3)

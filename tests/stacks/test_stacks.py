@@ -50,30 +50,26 @@ def assert_same(make, train, prepare=None, train_in_regions=None, outside=0, pla
     assert once < twice if places else twice == 2 * once - outside
 
 
-def transformer(config, model, **sizes):
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, config)(**sizes, vocab_size=32)
-    return getattr(transformers, model)(config).train()
-
-
 def gpt2():
+    transformers = pytest.importorskip("transformers")
     sizes = {"n_layer": 3, "n_embd": 16, "n_head": 2, "n_positions": 16}
-    return transformer("GPT2Config", "GPT2LMHeadModel", **sizes)
-
-
-HEADS = {"hidden_size": 16, "num_attention_heads": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, vocab_size=32)).train()
 
 
 def llama():
-    sizes = {"intermediate_size": 32, "num_hidden_layers": 3}
-    return transformer("LlamaConfig", "LlamaForCausalLM", **HEADS, **sizes)
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32}
+    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=32)).train()
 
 
 def mixtral():
     """Experts and their loss. (Routers that noise shakes: test_decisions.py.)"""
-    sizes = {"intermediate_size": 16, "num_local_experts": 4, "output_router_logits": True}
-    sizes |= {"num_hidden_layers": 2, "num_key_value_heads": 2}
-    return transformer("MixtralConfig", "MixtralForCausalLM", **HEADS, **sizes)
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_local_experts": 4}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(**sizes, vocab_size=32, output_router_logits=True)
+    return transformers.MixtralForCausalLM(config).train()
 
 
 ACTIVATION = {gpt2: "tanh", llama: "silu", mixtral: "silu"}
