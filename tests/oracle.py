@@ -122,16 +122,6 @@ def called(door: Function) -> Function:
     return lambda function, /, *args, **kwargs: door(function)(*args, **kwargs)
 
 
-def in_hooks(fn: Function) -> Function:
-    """`fn` where other hooks send away what it saves."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with same_place():
-            return fn(*args, **kwargs)
-
-    return run
-
-
 REGIONS = {
     "plain": called(plain),
     "scope": called(scope),
@@ -422,6 +412,16 @@ def same_place() -> Any:
         return torch._neg_view(whole) if t.is_neg() else whole.conj() if t.is_conj() else whole
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+
+
+def in_hooks(fn: Function, hooks: Function = same_place) -> Function:
+    """`fn` where other hooks send away what it saves."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with hooks():
+            return fn(*args, **kwargs)
+
+    return run
 
 
 class SavesItsOutput(torch.autograd.Function):

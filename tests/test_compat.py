@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as theirs
-from oracle import Counting, Hooks, at_once, bits, leaf, words
+from oracle import Counting, Hooks, at_once, bits, in_hooks, leaf, words
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -401,14 +401,7 @@ def under_hooks(where, respect):
     def program(m):
         hooks, x = Hooks(), leaf() * 1
         option = {"respect_saved_tensors_hooks": respect}
-
-        def within(run):
-            def call(x):
-                with hooks:
-                    return run(x)
-
-            return call
-
+        within = lambda fn: in_hooks(fn, lambda: hooks)  # noqa: E731
         kept = lambda fn: lambda x: region(m, fn, x, context_fn=selective(m, [MM]), **option)  # noqa: E731
         inner = kept(two_products)
         y = {
