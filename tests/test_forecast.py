@@ -263,7 +263,7 @@ def test_what_derivatives_allocate_on_the_way_is_not_simulated():
 
 def layers_of(width):
     torch.manual_seed(0)
-    return nn.ModuleList(Wide(width) for _ in range(8)), torch.randn(2048, width)
+    return nn.ModuleList(Wide(width) for _ in range(8)), torch.randn(4096, width)
 
 
 def loss_of(layers, x):
