@@ -149,7 +149,7 @@ class Cases:
         before = torch.get_default_dtype()
         torch.set_default_dtype((torch.float32, torch.float64, torch.bfloat16)[n % 3])
         try:
-            tenth = lambda: torch.rand(8) * torch.tensor([0.1])  # noqa: E731
+            tenth = lambda: torch.rand(8) * torch.tensor([0.1])
             return region(lambda x: (x * torch.ones(8)).exp() * tenth(), m.leaf(8, 8))
         finally:
             torch.set_default_dtype(before)
@@ -179,7 +179,7 @@ class Cases:
             return made
 
         x, y = m.leaf(8, 8), m.leaf(8, 8)
-        inside = lambda x, weight: region(f, x, weight)[0].sin()  # noqa: E731
+        inside = lambda x, weight: region(f, x, weight)[0].sin()
         return region(f, x, weight()), region(inside, x, weight())
 
     def written_aliases(n, region, m):

@@ -258,7 +258,7 @@ def main():
     torch.set_num_threads(1)
     with torch.no_grad():  # imports what torch imports at first use
         F.dropout(torch.rand(2, device="toy"), 0.5).to("cpu").sin()
-    of = lambda kind: {case: outcome(kind, run) for case, run in CASES.items()}  # noqa: E731
+    of = lambda kind: {case: outcome(kind, run) for case, run in CASES.items()}
     print(json.dumps({name: of(kind) for name, kind in KINDS.items()}))
     del library
 

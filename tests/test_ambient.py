@@ -68,8 +68,8 @@ def attend(x):
 
 LINEAR, MODE, BF16 = nn.Linear(4, 4), Scaling(), torch.autocast("cpu", torch.bfloat16)
 VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
-SINES = lambda x: x.sin().exp().sin()  # noqa: E731
-LINEARS = lambda x: LINEAR(LINEAR(x).sin()).exp()  # noqa: E731
+SINES = lambda x: x.sin().exp().sin()
+LINEARS = lambda x: LINEAR(LINEAR(x).sin()).exp()
 
 
 def times(number):

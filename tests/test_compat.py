@@ -250,7 +250,7 @@ def contexts_are_entered_around_both_runs(m):
 
 
 ONLY = "`respect_saved_tensors_hooks` is only supported when use_reentrant=False"
-suppressing = lambda: (contextlib.suppress(ArithmeticError), contextlib.nullcontext())  # noqa: E731
+suppressing = lambda: (contextlib.suppress(ArithmeticError), contextlib.nullcontext())
 
 
 def with_debug(m, switch, debug=True):
@@ -372,7 +372,7 @@ def backward_twice(y, retain_graph=False):
 def selected(*ways, **options):
     """A program that ends with an error, or with what torch computes."""
     ways = ways * 2 if len(ways) == 1 else ways
-    contexts = lambda m: selective(m, [torch.ops.aten.sin.default], **options)  # noqa: E731
+    contexts = lambda m: selective(m, [torch.ops.aten.sin.default], **options)
     return lambda m: gradient(region(m, fickle(*ways), x := leaf(), context_fn=contexts(m)), x)
 
 
@@ -401,8 +401,8 @@ def under_hooks(where, respect):
     def program(m):
         hooks, x = Hooks(), leaf() * 1
         option = {"respect_saved_tensors_hooks": respect}
-        within = lambda fn: in_hooks(fn, lambda: hooks)  # noqa: E731
-        kept = lambda fn: lambda x: region(m, fn, x, context_fn=selective(m, [MM]), **option)  # noqa: E731
+        within = lambda fn: in_hooks(fn, lambda: hooks)
+        kept = lambda fn: lambda x: region(m, fn, x, context_fn=selective(m, [MM]), **option)
         inner = kept(two_products)
         y = {
             "around": within(inner),

@@ -382,7 +382,7 @@ def test_one_graph_for_all_sizes_with_the_results_of_eager_code(door, backend):
             return (x * y[0]).sin().exp() * y[1]
 
     y, region = leaf(), door(Block())
-    program = lambda x, y: region(x * 2, y).cos()  # noqa: E731
+    program = lambda x, y: region(x * 2, y).cos()
 
     def compiler(graph, inputs):
         graphs.append([str(node.target) for node in graph.graph.nodes])
@@ -403,7 +403,7 @@ def test_regions_that_record_break_the_graph_and_are_right(door, seen_before):
     """Whatever was entered before: Dynamo guards the values of dicts that it traces."""
     torch._dynamo.reset()
     linear, x = nn.Linear(4, 4), leaf()
-    inside = lambda x: (linear(x).sin() @ x).exp()  # noqa: E731
+    inside = lambda x: (linear(x).sin() @ x).exp()
     doors = {"replay": replay(inside), "scope": scope(inside)}
     doors["policy"] = checkpointed(inside, policy=[MM])
     if seen_before:

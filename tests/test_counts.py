@@ -95,7 +95,7 @@ def test_what_backward_needs_runs_once_more(door, fn, again, early_stop):
 
 def test_a_rerun_stops_at_the_last_tensor_that_is_wanted():
     """Without early stop, the last matmul runs again, and whatever follows it."""
-    program = lambda region: region(lambda x, w: ((x @ w).sin() @ w) + 1)  # noqa: E731
+    program = lambda region: region(lambda x, w: ((x @ w).sin() @ w) + 1)
     assert added(program, "c") == once_each("mm sin")
     assert added(program, "c", early_stop=False) == {"mm": 2, "sin": 1, "add": 1}
 
@@ -104,7 +104,7 @@ def test_a_rerun_stops_at_the_last_tensor_that_is_wanted():
 @EARLY_STOP
 @pytest.mark.parametrize("times", [1, 3])
 def test_each_graph_task_recomputes_once(door, early_stop, times):
-    backward = lambda y: [y.sum().backward(retain_graph=True) for _ in range(times)]  # noqa: E731
+    backward = lambda y: [y.sum().backward(retain_graph=True) for _ in range(times)]
     again = added(lambda region: region(chain), door, early_stop, backward)
     assert again == dict.fromkeys(words("sin exp tanh"), times)
 
@@ -125,15 +125,15 @@ def test_double_backward_recomputes_once_for_each_graph_task(door):
         (first,) = torch.autograd.grad(y.sum(), inputs.pop(0), create_graph=True)
         first.sum().backward()
 
-    inner = lambda x: x.sin().exp()  # noqa: E731
-    run = lambda region: lambda x, w: inputs.append(x) or region(inner)(x)  # noqa: E731
+    inner = lambda x: x.sin().exp()
+    run = lambda region: lambda x, w: inputs.append(x) or region(inner)(x)
     assert added(run, door, backward=backward) == {"sin": 2, "exp": 2}
 
 
 @DOOR
 def test_recompute_stops_at_the_last_live_holder(door):
     """What only a dropped output needs, at the region's end, is not run."""
-    two = lambda x, w: ((a := x.sin().exp()), a.cos().tanh())  # noqa: E731
+    two = lambda x, w: ((a := x.sin().exp()), a.cos().tanh())
     again = added(lambda region: lambda x, w: region(two)(x, w)[0], door)
     assert again == once_each("sin exp")
 

@@ -157,7 +157,7 @@ def test_values_tells_small_numbers_apart(first, later, use):
 def test_a_function_as_check():
     """`==` of its results decides, which the error shows."""
     which, x = two(1.0, 1.01), torch.ones(3, requires_grad=True)
-    rounded = lambda tensor: round(float(tensor.sum()), 0)  # noqa: E731
+    rounded = lambda tensor: round(float(tensor.sum()), 0)
     checkpointed(lambda x: (x * which()).sin().exp(), determinism_check=rounded)(x).sum().backward()
     which = two(1.0, 2.0)
     text = failed(lambda x: (x * which()).sin(), x, determinism_check=rounded)
@@ -187,7 +187,7 @@ def test_a_check_may_compute_and_return_tensors(backend, check):
 def test_debug_logs_operators_of_both_runs(door, debug):
     """In order, with the lines of user code that led to them; without it nothing of the kind."""
     source = torch.ones(3)
-    fn = lambda x, source: (x * source).sin().exp()  # noqa: E731
+    fn = lambda x, source: (x * source).sin().exp()
     y = door(fn, debug=debug)(leaf(3), source)
     source.add_(1)
     with pytest.raises(CheckpointError) as caught:
@@ -206,7 +206,7 @@ def test_debug_logs_operators_of_both_runs(door, debug):
 def test_an_operator_that_makes_another_size_in_replay_is_an_error(use):
     """Whoever reads the result in replay, or what of it was saved."""
     sizes = itertools.count(4)
-    made = lambda x: x.new_ones(next(sizes)) * x.sum()  # noqa: E731
+    made = lambda x: x.new_ones(next(sizes)) * x.sum()
     with torch.library._scoped_library("checkpointing_tests", "FRAGMENT") as library:
         library.define("growing(Tensor x) -> Tensor")
         library.impl("growing", made, "CompositeExplicitAutograd")

@@ -22,7 +22,7 @@ ERRORS = pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @contextlib.contextmanager
 def unchanged(generator=torch.default_generator):
     """The state afterwards is that of before; the random streams, too."""
-    now = lambda: (state(), bits([torch.get_rng_state(), generator.get_state()]))  # noqa: E731
+    now = lambda: (state(), bits([torch.get_rng_state(), generator.get_state()]))
     before = now()
     yield
     assert now() == before
@@ -151,7 +151,7 @@ def test_the_region_around_is_the_innermost_again_after_an_exception(word):
 def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or_refused(stop):
     """A rerun that stops right behind it has it still; one to the end has not, and says so."""
     x = torch.tensor([4.0, 16.0, 64.0], requires_grad=True)
-    overwrites = lambda x: x.sqrt().mul_(2).square()  # noqa: E731
+    overwrites = lambda x: x.sqrt().mul_(2).square()
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         overwrites(x).sum().backward()
     y = rerun(overwrites, early_stop=stop)(x).sum()

@@ -53,7 +53,7 @@ def test_a_graph_dies(word, early_stop, name):
         canary = {0}
         dead = weakref.ref(canary)
         with Watching() as watching:
-            region = lambda x, w, canary=canary: (canary, REGIONS[name](x, w))[1]  # noqa: E731
+            region = lambda x, w, canary=canary: (canary, REGIONS[name](x, w))[1]
             y = apply(word, region, early_stop)(x * 2, w)
             y = y if isinstance(y, torch.Tensor) else y[1]
             del canary, region

@@ -165,7 +165,7 @@ def test_a_parameter_whose_memory_is_exchanged_for_a_while(door):
 def test_a_parameter_that_torchs_own_checkpoint_takes_as_an_argument():
     """With a scope in it, in a region: other gradients. By closure it is right."""
     x, w = leaf(), nn.Parameter(torch.rand(4, 4))
-    body = lambda x, w: (x * w).sin().exp() * w  # noqa: E731
+    body = lambda x, w: (x * w).sin().exp() * w
     theirs = functools.partial(checkpoint, use_reentrant=False)
     by_closure = s(lambda x, w: theirs(lambda x: s(body)(x, w), x))
     want, have, others = (
@@ -203,7 +203,7 @@ def test_what_torch_shows_to_nobody(name):
         x = torch.ones(4, requires_grad=True)
         w = x * 1
         MEAN.zero_()
-        numbered = lambda tensor: kept.append(tensor) or len(kept) - 1  # noqa: E731
+        numbered = lambda tensor: kept.append(tensor) or len(kept) - 1
         hooks = torch.autograd.graph.saved_tensors_hooks(numbered, kept.__getitem__)
         with hooks if name == "numbered" else contextlib.nullcontext():
             y = door(fn)(w)

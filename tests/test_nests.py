@@ -343,7 +343,7 @@ class Writer:
         kinds += [lambda: self.line(G.KEEP)] * 3 + [self.once] * 2 + [lambda: self.line(G.PAIRS, 2)]
         kinds += [lambda: self.line(G.BACKWARD)] * self.backward_inside
         kinds += [self.write] * (4 * self.writes)
-        delete = lambda: [f"del {self.random.choice(self.local or self.names)}"]  # noqa: E731
+        delete = lambda: [f"del {self.random.choice(self.local or self.names)}"]
         kinds += [lambda: self.line(G.MAKES), delete] * self.rich
         kinds += [lambda: self.line(G.PARTS, 2)] * 2 + [lambda: self.line(G.MULTI, 2), self.fails]
         kinds += [self.memory, self.memory, self.part] * self.parts
@@ -689,7 +689,7 @@ def test_nests_that_share_their_sites() -> None:
 
 def test_the_generator_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `keep` that hands over something else is noticed."""
-    other = lambda x: [t * 1.5 for t in x] if isinstance(x, tuple) else x * 1.5  # noqa: E731
+    other = lambda x: [t * 1.5 for t in x] if isinstance(x, tuple) else x * 1.5
     monkeypatch.setitem(OPEN, "keep", other)
     found = [source for source, verdict in map(one, range(40)) if verdict not in FINE]
     assert len(found) > 3

@@ -217,7 +217,7 @@ def test_a_region_that_is_called_again_makes_everything_again():
 
 def test_tags_ask_the_innermost_policy():
     """Regions without one are passed by."""
-    inner = lambda x: tag(x.sin().exp(), "a").tanh().cos()  # noqa: E731
+    inner = lambda x: tag(x.sin().exp(), "a").tanh().cos()
     for wrap, kept in (
         (scope, True),
         (checkpointed(backend="replay"), True),
@@ -394,7 +394,7 @@ def test_pins_are_in_order(nested):
 
     def slope(region):
         numbers = itertools.count(1.0)
-        stage = lambda x: (x * keep(torch.tensor(next(numbers)))).sin()  # noqa: E731
+        stage = lambda x: (x * keep(torch.tensor(next(numbers)))).sin()
 
         def fn(x):
             for i in range(5):
@@ -409,5 +409,5 @@ def test_pins_are_in_order(nested):
 def test_a_parameter_needs_no_pin():
     """It is handed back as it is, whatever else is kept."""
     x, w = leaf(3), torch.nn.Parameter(torch.full((), 3.0))
-    body = lambda x: (keep((x * (v := keep(w))).square()) * v).square()  # noqa: E731
+    body = lambda x: (keep((x * (v := keep(w))).square()) * v).square()
     same_bits(rerun, lambda door: torch.autograd.grad(door(body)(x).sum(), (x, w)))

@@ -156,7 +156,7 @@ def test_without_preserving_replay_is_exact_and_stashes_nothing(door):
     leaf = torch.linspace(-1, 1, 50).requires_grad_()
     off = {"preserve_rng_state": False}
 
-    step = lambda door: [y := door(dropout)(leaf), *torch.autograd.grad(y.sum(), leaf)]  # noqa: E731
+    step = lambda door: [y := door(dropout)(leaf), *torch.autograd.grad(y.sum(), leaf)]
     same_bits(functools.partial(DOORS[door], **off), step)
     with checkpoint_scope(**off) as entered:
         y = dropout(leaf)

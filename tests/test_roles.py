@@ -132,7 +132,7 @@ def test_a_rerun_that_writes_a_tensor_and_reads_its_memory_elsewhere(outer, inne
 @pytest.mark.parametrize("write", ["argument", "closure", "without grad"])
 def test_a_region_that_writes_what_is_from_outside_of_all(write, door, hooks):
     """Refused, or right where hooks have made copies; the second time, too."""
-    program = lambda door, x, w: WRITES[write](door, x * 1.5, w)  # noqa: E731
+    program = lambda door, x, w: WRITES[write](door, x * 1.5, w)
     works = assert_right_or_refused(of(program, plain), of(program, door), hooks)
     assert not (works and hooks in (contextlib.nullcontext, save_on_cpu))
     with pytest.raises(CheckpointError, match="backend='replay'"):
@@ -161,8 +161,8 @@ def test_layouts_stay(layout, hooks):
 
     def found(is_given, kept, door, hooks):
         seen.clear()
-        inside = lambda x: door(lambda: reduce(kept(layout((x * 2).exp()))))()  # noqa: E731
-        given = lambda x: door(lambda t: reduce(kept(t)))(layout((x * 2).exp()))  # noqa: E731
+        inside = lambda x: door(lambda: reduce(kept(layout((x * 2).exp()))))()
+        given = lambda x: door(lambda t: reduce(kept(t)))(layout((x * 2).exp()))
         return gradients(given if is_given else inside, hooks, lambda: [leaf(20, 100)]), {*seen}
 
     only = [checkpointing.forward_only(kept) for kept in (lambda t: t, lambda t: t + 0)]

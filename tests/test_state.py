@@ -92,7 +92,7 @@ def test_states_are_put_back_after_an_error(who, request):
         fail_if("function")
         return y.cos()
 
-    now = lambda: (value["good"], norm.training, streams(), bits(norm.state_dict()))  # noqa: E731
+    now = lambda: (value["good"], norm.training, streams(), bits(norm.state_dict()))
     one = register_state(lambda: fail_if("snapshot of one"), lambda _: fail_if("restore of one"))
     with register_state(value.copy, value.update), one:
         y = checkpointed(fn, preserve_rng_state="all")(leaf(4, 4))

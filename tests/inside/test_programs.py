@@ -267,7 +267,7 @@ def test_nothing_grows_with_the_number_of_programs(monkeypatch):
 
     def step(i):
         x = torch.randn(8, 8, requires_grad=True)
-        given = lambda ctx, op, *args, **kwargs: x is None  # noqa: E731
+        given = lambda ctx, op, *args, **kwargs: x is None
         alive.update([x, given])
         with checkpoint_scope(policy=given if i % 50 == 0 else auto()):
             y = x

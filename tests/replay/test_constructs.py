@@ -118,7 +118,7 @@ class Constructs:
 
     @case(make=leaves(lambda: nn.Embedding(9, 6, max_norm=1.0)), whole=True)
     def weights_written_in_the_forward(region, x, y, m):
-        f = lambda x: (m(torch.tensor([1, 2, 2, 5])) * x).exp()  # noqa: E731
+        f = lambda x: (m(torch.tensor([1, 2, 2, 5])) * x).exp()
         return region(f, x * 1), region(lambda x: f(x * 1) * f((x * y).sin()), y)
 
     @case

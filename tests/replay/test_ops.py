@@ -74,7 +74,7 @@ def squared(result):
     """The results, used once more, and whatever else is returned: numbers, truth values."""
     parts = result if isinstance(result, (list, tuple)) else [result]
     others = [part for part in parts if not isinstance(part, Tensor)]
-    is_open = lambda t: t.layout == torch.strided and (t.is_floating_point() or t.is_complex())  # noqa: E731
+    is_open = lambda t: t.layout == torch.strided and (t.is_floating_point() or t.is_complex())
     return [t * t if is_open(t) else t for t in tensors(result)] + others
 
 
@@ -126,7 +126,7 @@ def check(op, dtype, notes, turn):
                 queue = iter(leaves)
                 return region(fn, *mapped(lambda _: next(queue), args))
 
-            make = lambda arguments=arguments: tuple(tensors(mapped(fresh, arguments)))  # noqa: E731
+            make = lambda arguments=arguments: tuple(tensors(mapped(fresh, arguments)))
             for door, wrong in compare(program, make, where, variant == "function"):
                 notes.append(f"{op.name} {dtype} #{number} {variant} {door} {wrong}")
 

@@ -23,7 +23,7 @@ def norm(name, build, shape):
         return a * b, region(m, region(m, a))
 
     def closure(region, x, y, m):
-        f = lambda x: m(x.reshape(shape).sin()).exp()  # noqa: E731
+        f = lambda x: m(x.reshape(shape).sin()).exp()
         return region(f, x) * region(f, y * 2), region(lambda x: f(f(x).reshape(4, 6)), x)
 
     def evaluated(region, x, y, m):
