@@ -8,7 +8,7 @@ refer to the originals.
 """
 
 import operator
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from .. import _torch, errors
 from .._engine import ATOMS, Aliased, Field, Undo, named, without_recording
 from .inputs import Inputs, items_of
+
+Attributes = tuple[dict[str, Any], list[Any]]  # buffers by name, and numbers
 
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
 _OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
@@ -55,9 +57,7 @@ class Buffers:
         """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
         flags: dict[nn.Module, Any] = {}  # None: frozen TorchScript, which has no flag
-        # With the buffers they had, and the numbers beside these.
-        self._entries: list[tuple[nn.Module, dict[str, Any], list[Any]]] = []
-        self._without_caches: set[nn.Module] = set()
+        self._entries: list[tuple[nn.Module, Attributes]] = []
         self._owners = []  # modules with parameters
         modules: list[nn.Module | None] = [*inputs.modules]
         for module in modules:
@@ -72,14 +72,14 @@ class Buffers:
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
                 inputs.generators += _generators_of(module)
             if buffers:
-                self._entries.append((module, dict(buffers), _numbers_of(module)))
+                self._entries.append((module, _attributes_of(module)))
         self._flags = flags
         self._parameters = self._present()
         inputs.devices |= {tensor.device for tensor in self._parameters if not tensor.is_cpu}
-        self._versions = [
+        self._trained = [
             (tensor, tensor._version)
             for tensor in self._parameters
-            if not (_torch.is_lazy(tensor) or tensor.is_inference())
+            if tensor.requires_grad and not (_torch.is_lazy(tensor) or tensor.is_inference())
         ]
         self._guarded: list[Aliased] = []
         if self._entries:
@@ -88,7 +88,7 @@ class Buffers:
     def _capture(self) -> None:
         """Copy the buffers that can be rewound, and note the versions of the others."""
         small = []  # two that share memory are rewound twice, to the same values
-        for module, buffers, _ in self._entries:
+        for module, (buffers, _) in self._entries:
             for name, tensor in buffers.items():
                 if tensor is None:
                     continue
@@ -101,18 +101,11 @@ class Buffers:
             self.then = Moment(small, [t if _is_dense(t) else _torch.bytes_of(t) for t in small])
 
     def end(self) -> None:
-        """The region has run. Parameters that it has written itself are not guarded.
-
-        A buffer that is not persistent, and is set anew while a number beside it changes, is a
-        cache that the number describes (the length of rotary embeddings): it stays as it is.
-        """
-        self._versions = [pair for pair in self._versions if pair[0]._version == pair[1]]
-        for module, _, numbers in self._entries:
-            if numbers == _numbers_of(module):
-                self._without_caches.add(module)
+        """The region has run. Parameters that it has written itself are not guarded."""
+        self._trained = [pair for pair in self._trained if pair[0]._version == pair[1]]
 
     def written(self, frame: object) -> list[Tensor]:
-        """The parameters that have been written since the forward.
+        """The parameters that train and have been written since the forward.
 
         Tensors in the place of parameters must be there still, and frozen parameters must have the
         same values. (Hooks may gather parameters, or bring them in for each call.)
@@ -124,7 +117,7 @@ class Buffers:
             is_gone = not isinstance(tensor, nn.Parameter) and id(tensor) not in map(id, now)
             if is_gone or _is_another(tensor, other):
                 raise errors.exchanged(frame, named("a parameter", tensor))
-        return [each for each, version in self._versions if each._version != version]
+        return [each for each, version in self._trained if each._version != version]
 
     def _present(self) -> list[Tensor]:
         owned = [module._parameters.values() for module in self._owners]
@@ -138,11 +131,9 @@ class Buffers:
         if flags != self._flags:
             undo.append((_set_flags, flags))
             _set_flags(self._flags)
-        for module, buffers, _ in self._entries:
-            store, caches = _torch.buffers_of_module(module)
-            stay = () if module in self._without_caches else caches
-            undo.append((partial(_set, module, stay), dict(store)))
-            _set(module, stay, buffers)
+        for module, then in self._entries:
+            undo.append((partial(_set, module), _attributes_of(module)))
+            _set(module, then)
         if self.then.tensors:
             parts = [part for each in self.then.tensors for part in _torch.plain_parts(each)]
             self.rewound = {*map(_torch.storage_id, parts)}
@@ -190,22 +181,30 @@ def _set_flags(flags: dict[nn.Module, bool | None]) -> None:
             module.training = is_training
 
 
-def _numbers_of(module: nn.Module) -> list[Any]:
-    """Numbers and their like beside buffers that are not persistent."""
-    if not _torch.buffers_of_module(module)[1]:
-        return []
-    return [value for value in vars(module).values() if type(value) in ATOMS]
+def _attributes_of(module: nn.Module) -> Attributes:
+    """The buffers of a module; and, if some are not persistent, numbers and sizes beside them."""
+    store, caches = _torch.buffers_of_module(module)
+    if not caches:
+        return dict(store), []
+    parts = [part if type(part) in ATOMS else [*items_of(part)] for part in vars(module).values()]
+    known = [each for each in parts if type(each) is not list or ATOMS.issuperset(map(type, each))]
+    return dict(store), known
 
 
-def _set(module: nn.Module, stay: Iterable[str], then: dict[str, Any]) -> None:
-    """Give a module these buffers, if others have been set, but for those that stay."""
-    store, _ = _torch.buffers_of_module(module)
-    now = dict(store)
-    if now.keys() == then.keys() and all(map(operator.is_, now.values(), then.values())):
+def _set(module: nn.Module, then: Attributes) -> None:
+    """Give a module these buffers, if others have been set. Where a number has changed, too, a
+    buffer that is not persistent is a cache that the number describes (the length of rotary
+    embeddings): it stays as it is."""
+    store, caches = _torch.buffers_of_module(module)
+    now, numbers = _attributes_of(module)
+    buffers = dict(then[0])
+    if numbers != then[1]:
+        buffers.update([(name, now[name]) for name in caches & now.keys()])
+    if now.keys() == buffers.keys() and all(map(operator.is_, now.values(), buffers.values())):
         return
     if isinstance(store, dict):  # a scripted module can have no other names
         store.clear()
-    for name, tensor in {**then, **{name: now[name] for name in stay if name in now}}.items():
+    for name, tensor in buffers.items():
         store[name] = tensor
 
 

@@ -63,12 +63,8 @@ class Calling:
         self._met: set[Any] = {None}  # nodes that depend on none of them
 
     def refuse(self, parameters: list[Tensor], inputs: list[Tensor]) -> None:
-        """The function must not read these parameters, but for what `inputs` depend on. (Nothing
-        shows who reads one that is frozen.)"""
-        for parameter in parameters:
-            if not parameter.requires_grad:
-                raise errors.changed(self.frame, self.frame.described(parameter))
-            self._refused[id(parameter)] = parameter
+        """The function must not read these parameters, but for what `inputs` depend on."""
+        self._refused = {id(parameter): parameter for parameter in parameters}
         self._met |= {tensor.grad_fn for tensor in inputs}
 
     def call(self, function: Callable[[], Any]) -> None:
