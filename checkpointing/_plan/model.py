@@ -72,6 +72,7 @@ class Model:
         self._last_read: dict[int, int] = {}  # by part of a memory, or cell: a step
         # By slot that the block has made: the position at which backward wants it, and the memory.
         self.saves: dict[int, tuple[int, int]] = {}
+        self._saved: set[Value] = set()  # by the slots before
         for step in path.steps:
             self._add(step)
         for number in range(len(path.slots)):
@@ -196,8 +197,9 @@ class Model:
             return
         # What is saved just after its maker is the maker's result, saved for its own backward, or
         # else an input of the next step, which has not run yet.
-        is_input = self.path.there_after(slot.value) < after
+        is_input = self.path.there_after(slot.value) < after or slot.value in self._saved
         is_input |= not self._saves(self.path.steps[after], slot.cell)
+        self._saved.add(slot.value)
         position = min(max(after, 0) + is_input, self.count - 1)
         memory.values.add(slot.value)
         self.saves[number] = position, memory.number
