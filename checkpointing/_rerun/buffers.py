@@ -8,7 +8,7 @@ refer to the originals.
 """
 
 import operator
-from collections.abc import Set
+from collections.abc import Container, Set
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -74,6 +74,7 @@ class Buffers:
             if buffers:
                 self._entries.append((module, _attributes_of(module)))
         self._flags = flags
+        self._grown: Container[nn.Module] = flags  # until the region has run
         self._parameters = self._present()
         inputs.devices |= {tensor.device for tensor in self._parameters if not tensor.is_cpu}
         self._trained = [
@@ -101,8 +102,13 @@ class Buffers:
             self.then = Moment(small, [t if _is_dense(t) else _torch.bytes_of(t) for t in small])
 
     def end(self) -> None:
-        """The region has run. Parameters that it has written itself are not guarded."""
+        """The region has run. Parameters that it has written itself are not guarded.
+
+        Where a number has changed, a buffer that is not persistent is a cache that the number
+        describes (the length of rotary embeddings): it stays as it is.
+        """
         self._trained = [pair for pair in self._trained if pair[0]._version == pair[1]]
+        self._grown = {module for module, then in self._entries if _has_grown(module, then)}
 
     def written(self, frame: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward.
@@ -131,9 +137,9 @@ class Buffers:
         if flags != self._flags:
             undo.append((_set_flags, flags))
             _set_flags(self._flags)
-        for module, then in self._entries:
-            undo.append((partial(_set, module), _attributes_of(module)))
-            _set(module, then)
+        for module, (buffers, _) in self._entries:
+            undo.append((partial(_put_back, module), _attributes_of(module)))
+            _set(module, buffers, module in self._grown)
         if self.then.tensors:
             parts = [part for each in self.then.tensors for part in _torch.plain_parts(each)]
             self.rewound = {*map(_torch.storage_id, parts)}
@@ -191,15 +197,21 @@ def _attributes_of(module: nn.Module) -> Attributes:
     return dict(store), known
 
 
-def _set(module: nn.Module, then: Attributes) -> None:
-    """Give a module these buffers, if others have been set. Where a number has changed, too, a
-    buffer that is not persistent is a cache that the number describes (the length of rotary
-    embeddings): it stays as it is."""
+def _has_grown(module: nn.Module, then: Attributes) -> bool:
+    return _attributes_of(module)[1] != then[1]
+
+
+def _put_back(module: nn.Module, before: Attributes) -> None:
+    """Give a module the buffers that it had before the rerun."""
+    _set(module, before[0], _has_grown(module, before))
+
+
+def _set(module: nn.Module, then: dict[str, Any], has_grown: bool) -> None:
+    """Give a module these buffers, if others have been set, but for caches if these have grown."""
     store, caches = _torch.buffers_of_module(module)
-    now, numbers = _attributes_of(module)
-    buffers = dict(then[0])
-    if numbers != then[1]:
-        buffers.update([(name, now[name]) for name in caches & now.keys()])
+    now = dict(store)
+    stay = caches & now.keys() if has_grown else ()
+    buffers = {**then, **{name: now[name] for name in stay}}
     if now.keys() == buffers.keys() and all(map(operator.is_, now.values(), buffers.values())):
         return
     if isinstance(store, dict):  # a scripted module can have no other names
