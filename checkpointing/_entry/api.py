@@ -515,7 +515,8 @@ class _Block:
         except Exception:
             if error[0] is None:
                 raise
-        if error[0] is not None:  # an interrupt may have left the run between two steps
+            # Else an interrupt has left the run between two steps. The interrupt is raised.
+        if error[0] is not None:
             return
         if not in_order:
             raise errors.crossed(frame)

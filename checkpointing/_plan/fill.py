@@ -35,7 +35,7 @@ class Filling:
                 self.kept |= {number for number in across if self.memories[number].final <= start}
         self._simulate()
         if most:
-            for _ in range(_ROUNDS):  # the last one has made room, or cuts free
+            for _ in range(_ROUNDS):  # each may make room for the next, or cuts free
                 self._cut_and_drop()
                 self._fill()
                 self._simulate()

@@ -244,7 +244,7 @@ class Program:
 
     def add(self, step: Step) -> Step:
         """A step that came after its parent for the first time. A tree that has too many steps
-        beside the present path is left to the runs that are in it, and recorded anew."""
+        besides those of the present path is left to the runs that are in it, and recorded anew."""
         assert step.parent is not None
         step.parent.next = (*step.parent.next, step)
         self.size += 1
@@ -265,7 +265,7 @@ class Program:
 
 
 _lock = threading.Lock()
-MOST_STEPS = 20_000  # of one call site, beside the path that is recorded
+MOST_STEPS = 20_000  # of one call site, besides those of the path that is recorded
 MOST_SITES = 256
 MOST_GROWTH = 1.5  # of the bytes that autograd saves, before a plan is made anew
 _programs: dict[Any, Program] = {}
@@ -285,7 +285,7 @@ def clear_programs() -> None:
     """Forget the programs of all call sites: every block is recorded again.
 
     Programs hold no tensors, and take about 2 KiB per operator. A process keeps them for at most
-    256 call sites, with at most 20,000 operators each, beside those of the longest path. Blocks
+    256 call sites, with at most 20,000 operators each, besides those of the longest path. Blocks
     that are running, and backward passes that are still to come, keep the programs that they have.
 
     >>> from checkpointing import clear_programs

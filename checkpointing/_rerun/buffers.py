@@ -20,8 +20,6 @@ from .. import _torch, errors
 from .._engine import ATOMS, Aliased, Field, Undo, named, without_recording
 from .inputs import Inputs, items_of
 
-Attributes = tuple[dict[str, Any], list[Any]]  # buffers by name, and numbers
-
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
 _OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
 _SMALL = 1 << 16  # bytes: cheap to copy before every forward
@@ -57,7 +55,8 @@ class Buffers:
         """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
         flags: dict[nn.Module, Any] = {}  # None: frozen TorchScript, which has no flag
-        self._entries: list[tuple[nn.Module, Attributes]] = []
+        # With the buffers they had, and the numbers beside these.
+        self._entries: list[tuple[nn.Module, dict[str, Any], list[Any]]] = []
         self._owners = []  # modules with parameters
         modules: list[nn.Module | None] = [*inputs.modules]
         for module in modules:
@@ -72,7 +71,7 @@ class Buffers:
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
                 inputs.generators += _generators_of(module)
             if buffers:
-                self._entries.append((module, _attributes_of(module)))
+                self._entries.append((module, dict(buffers), _numbers_of(module)))
         self._flags = flags
         self._grown: Container[nn.Module] = flags  # until the region has run
         self._parameters = self._present()
@@ -89,7 +88,7 @@ class Buffers:
     def _capture(self) -> None:
         """Copy the buffers that can be rewound, and note the versions of the others."""
         small = []  # two that share memory are rewound twice, to the same values
-        for module, (buffers, _) in self._entries:
+        for module, buffers, _ in self._entries:
             for name, tensor in buffers.items():
                 if tensor is None:
                     continue
@@ -108,7 +107,9 @@ class Buffers:
         describes (the length of rotary embeddings): it stays as it is.
         """
         self._trained = [pair for pair in self._trained if pair[0]._version == pair[1]]
-        self._grown = {module for module, then in self._entries if _has_grown(module, then)}
+        self._grown = {
+            module for module, _, numbers in self._entries if numbers != _numbers_of(module)
+        }
 
     def written(self, frame: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward.
@@ -137,8 +138,9 @@ class Buffers:
         if flags != self._flags:
             undo.append((_set_flags, flags))
             _set_flags(self._flags)
-        for module, (buffers, _) in self._entries:
-            undo.append((partial(_put_back, module), _attributes_of(module)))
+        for module, buffers, _ in self._entries:
+            now = dict(_torch.buffers_of_module(module)[0])
+            undo.append((partial(_put_back, module, _numbers_of(module)), now))
             _set(module, buffers, module in self._grown)
         if self.then.tensors:
             parts = [part for each in self.then.tensors for part in _torch.plain_parts(each)]
@@ -187,27 +189,23 @@ def _set_flags(flags: dict[nn.Module, bool | None]) -> None:
             module.training = is_training
 
 
-def _attributes_of(module: nn.Module) -> Attributes:
-    """The buffers of a module; and, if some are not persistent, numbers and sizes beside them."""
-    store, caches = _torch.buffers_of_module(module)
-    if not caches:
-        return dict(store), []
+def _numbers_of(module: nn.Module) -> list[Any]:
+    """Numbers and sizes in the attributes of a module that has caches."""
+    if not _torch.buffers_of_module(module)[1]:
+        return []
     parts = [part if type(part) in ATOMS else [*items_of(part)] for part in vars(module).values()]
-    known = [each for each in parts if type(each) is not list or ATOMS.issuperset(map(type, each))]
-    return dict(store), known
+    return [each for each in parts if type(each) is not list or ATOMS.issuperset(map(type, each))]
 
 
-def _has_grown(module: nn.Module, then: Attributes) -> bool:
-    return _attributes_of(module)[1] != then[1]
-
-
-def _put_back(module: nn.Module, before: Attributes) -> None:
-    """Give a module the buffers that it had before the rerun."""
-    _set(module, before[0], _has_grown(module, before))
+def _put_back(module: nn.Module, numbers: list[Any], buffers: dict[str, Any]) -> None:
+    """Give a module the buffers and, unless it has grown them since, the caches that it had before
+    the rerun. It had these numbers then."""
+    _set(module, buffers, numbers != _numbers_of(module))
 
 
 def _set(module: nn.Module, then: dict[str, Any], has_grown: bool) -> None:
-    """Give a module these buffers, if others have been set, but for caches if these have grown."""
+    """Give a module these buffers, if others have been set; its caches only if they have not
+    grown."""
     store, caches = _torch.buffers_of_module(module)
     now = dict(store)
     stay = caches & now.keys() if has_grown else ()
