@@ -386,6 +386,49 @@ class Table(nn.Module):
         return (x * self.table).square()
 
 
+class Frequencies(nn.Module):
+    """Rotary embeddings: rows of a table are filled in place, or all is made anew, as sequences
+    grow."""
+
+    def __init__(self, rows, is_in_place):
+        super().__init__()
+        self.is_in_place, self.length = is_in_place, 0
+        self.register_buffer("table", torch.zeros(rows, 4), persistent=False)
+
+    def forward(self, x):
+        if len(x) > self.length:
+            self.length = len(x)
+            rows = torch.arange(x.numel()).view(x.shape) % 7 - len(x)
+            if self.is_in_place:
+                self.table[: len(x)] = rows
+            else:
+                self.table = rows
+        return (x * self.table[: len(x)]).square()
+
+
+@DOOR
+@pytest.mark.parametrize("rows", [8, 8192])
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_a_cache_that_grows_is_read_as_the_region_left_it(is_in_place, rows, door):
+    def train(module, run, lengths):
+        x = leaf()
+        sum(run(x[:length]).sum() for length in lengths).backward()
+        return bits([x.grad, *map(module, (x[:2], x))])
+
+    growths = [[3], [5, 2]]
+    if not is_in_place:
+        growths.append([2, 4])
+    for lengths in growths:
+        module, want = [Frequencies(rows, is_in_place) for _ in range(2)]
+        if (
+            door == "scope in rerun" and not is_in_place
+        ):  # which makes the table in the forward alone
+            with pytest.raises(MismatchError):
+                train(module, DOORS[door](module), lengths)
+        else:
+            assert train(module, DOORS[door](module), lengths) == train(want, want, lengths)
+
+
 @DOOR
 @pytest.mark.parametrize("kind", [tuple, list, sum])
 def test_a_table_that_sizes_beside_it_describe(kind, door):

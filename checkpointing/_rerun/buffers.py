@@ -8,7 +8,7 @@ refer to the originals.
 """
 
 import operator
-from collections.abc import Container, Set
+from collections.abc import Set
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -35,6 +35,12 @@ class Moment:
         self.values = without_recording(lambda: [*map(Tensor.clone, memory)])
         self._versions = [tensor._version for tensor in tensors]
 
+    def renew(self, those: Set[int]) -> None:
+        for i, tensor in enumerate(self.tensors):
+            if id(tensor) in those:
+                self.values[i] = without_recording(self.memory[i].clone)
+                self._versions[i] = tensor._version
+
     def go_back(self) -> None:
         without_recording(_torch.overwrite, self.memory, self.values)
         _torch.set_versions(self.tensors, self._versions)
@@ -50,6 +56,7 @@ class Buffers:
 
     then = Moment([], [])  # the buffers that are rewound
     rewound: Set[int] = frozenset()  # their storages, in a rerun
+    _has_ended = False
 
     def __init__(self, inputs: Inputs) -> None:
         """Capture `inputs.modules` and their children; add their devices and generators to
@@ -73,7 +80,6 @@ class Buffers:
             if buffers:
                 self._entries.append((module, dict(buffers), _numbers_of(module)))
         self._flags = flags
-        self._grown: Container[nn.Module] = flags  # until the region has run
         self._parameters = self._present()
         inputs.devices |= {tensor.device for tensor in self._parameters if not tensor.is_cpu}
         self._trained = [
@@ -101,15 +107,22 @@ class Buffers:
             self.then = Moment(small, [t if _is_dense(t) else _torch.bytes_of(t) for t in small])
 
     def end(self) -> None:
-        """The region has run. Parameters that it has written itself are not guarded.
-
-        Where a number has changed, a buffer that is not persistent is a cache that the number
-        describes (the length of rotary embeddings): it stays as it is.
-        """
+        """The region has run. Parameters that it has written itself are not guarded."""
         self._trained = [pair for pair in self._trained if pair[0]._version == pair[1]]
-        self._grown = {
-            module for module, _, numbers in self._entries if numbers != _numbers_of(module)
-        }
+        self._see_what_has_grown()
+        self._has_ended = True
+
+    def _see_what_has_grown(self) -> None:
+        """Where a number has changed, a buffer that is not persistent is a cache that the number
+        describes (the length of rotary embeddings): a rerun finds it as the region has left it."""
+        grown: set[int] = set()
+        for module, buffers, numbers in self._entries:
+            grown |= _take_grown(module, numbers, buffers)
+        if grown:
+            self.then.renew(grown)
+            for buffer in self._guarded:
+                if id(buffer.packed) in grown:
+                    buffer.renew()
 
     def written(self, frame: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward.
@@ -132,6 +145,8 @@ class Buffers:
 
     def enter(self, frame: object, undo: Undo) -> None:
         """Go back to the forward; `undo` gets the functions that return."""
+        if not self._has_ended:
+            self._see_what_has_grown()
         for buffer in self._guarded:
             buffer.fetch(frame)
         flags = {module: getattr(module, "training", None) for module in self._flags}
@@ -141,7 +156,7 @@ class Buffers:
         for module, buffers, _ in self._entries:
             now = dict(_torch.buffers_of_module(module)[0])
             undo.append((partial(_put_back, module, _numbers_of(module)), now))
-            _set(module, buffers, module in self._grown)
+            _set(module, buffers)
         if self.then.tensors:
             parts = [part for each in self.then.tensors for part in _torch.plain_parts(each)]
             self.rewound = {*map(_torch.storage_id, parts)}
@@ -197,19 +212,27 @@ def _numbers_of(module: nn.Module) -> list[Any]:
     return [each for each in parts if type(each) is not list or ATOMS.issuperset(map(type, each))]
 
 
+def _take_grown(module: nn.Module, numbers: list[Any], buffers: dict[str, Any]) -> set[int]:
+    """Put the caches of a module among these buffers, if its numbers have changed."""
+    if numbers == _numbers_of(module):
+        return set()
+    now, caches = _torch.buffers_of_module(module)
+    grown = {name: now[name] for name in caches & now.keys()}
+    buffers.update(grown)
+    return {*map(id, grown.values())}
+
+
 def _put_back(module: nn.Module, numbers: list[Any], buffers: dict[str, Any]) -> None:
     """Give a module the buffers and, unless it has grown them since, the caches that it had before
     the rerun. It had these numbers then."""
-    _set(module, buffers, numbers != _numbers_of(module))
+    _take_grown(module, numbers, buffers)
+    _set(module, buffers)
 
 
-def _set(module: nn.Module, then: dict[str, Any], has_grown: bool) -> None:
-    """Give a module these buffers, if others have been set; its caches only if they have not
-    grown."""
-    store, caches = _torch.buffers_of_module(module)
+def _set(module: nn.Module, buffers: dict[str, Any]) -> None:
+    """Give a module these buffers, if others have been set."""
+    store = _torch.buffers_of_module(module)[0]
     now = dict(store)
-    stay = caches & now.keys() if has_grown else ()
-    buffers = {**then, **{name: now[name] for name in stay}}
     if now.keys() == buffers.keys() and all(map(operator.is_, now.values(), buffers.values())):
         return
     if isinstance(store, dict):  # a scripted module can have no other names
