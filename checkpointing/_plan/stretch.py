@@ -47,7 +47,9 @@ class Stretch:
         # A window that reads it must have made it.
         self.dear = {m.number for m in dear if m.maker >= self.first}
         self.reads = [(*filter(self.dear.__contains__, read),) for read in model.reads]
-        self.crossing = model.sums((m.maker + 1, m.last_read, m.cost) for m in dear)
+        # Of as many bytes, few memories are better than many.
+        spans = [(m.maker + 1, m.last_read, m.cost + _PER_MEMORY) for m in dear if m.cost]
+        self.crossing = model.sums(spans)
         self.positions = self._candidates()
 
     def _candidates(self) -> list[int]:
@@ -97,3 +99,4 @@ def _is_low(before: int, here: int, after: int) -> bool:
 
 _MUCH = 1.5  # times: a step that leaves so much less is worth a cut before it
 _MOST_CANDIDATES = 96
+_PER_MEMORY = 512  # bytes for which it is not worth it to hold one memory more
