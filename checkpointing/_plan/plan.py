@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
-from operator import add
+from operator import add, attrgetter
 
 from .._record import MOST_GROWTH, Hold, Path, Placement, Run, Step, Value
 from .choose import choose, choose_first, choose_within
@@ -104,28 +105,30 @@ def _planned(model: Model, asked: Placement, others: int) -> Plan:
     if budget is None:
         return _laid_over(choose(stretch, None if peak is None else max(0, peak - others)))
     rest = max(0, budget - others)
-    best = choose_within(stretch, rest)
-    for tried in _budgets(rest, best.nbytes):
-        first = choose_first(stretch, tried)
-        plan = _laid_over(first)
-        forward = max(first.forward)
-        plan.peak = max(forward, _split_all(plan.groups, first, tried, forward))
-        if plan.peak <= best.peak:
-            plan.nbytes, plan.exceeds = tried, tried > rest
-            return plan
-    plan = _laid_over(best)
-    plan.exceeds = plan.nbytes > rest
+    best = _laid_over(choose_within(stretch, rest))
+    enough = best.nbytes
+    if rest < enough:
+        halves = [enough >> n for n in range(1, _MOST_HALVES + 1)]
+        plans = map(partial(_in_pieces, stretch), [rest, *[n for n in halves if n < rest]])
+        best = next((plan for plan in plans if plan.peak <= best.peak), best)
+        # Less budget never means a larger peak.
+        for larger in reversed([n for n in halves if rest < n]):
+            plan = _in_pieces(stretch, larger)
+            if best.peak <= plan.peak and best.nbytes < enough:
+                break
+            best = min(plan, best, key=attrgetter("peak"))
+    best.exceeds = best.nbytes > rest
+    return best
+
+
+def _in_pieces(stretch: Stretch, budget: int) -> Plan:
+    """A plan in a budget that is too small for the least peak."""
+    first = choose_first(stretch, budget)
+    plan = _laid_over(first)
+    forward = max(first.forward)
+    plan.peak = max(forward, _split_all(plan.groups, first, budget, forward))
+    plan.nbytes = budget
     return plan
-
-
-def _budgets(budget: int, enough: int) -> list[int]:
-    """What to try for a budget that is too small for the least peak: it, smaller ones, under which
-    the peak may be less, and at last larger ones, which may have room for the first checkpoint."""
-    if budget >= enough:
-        return []
-    halves = [enough >> n for n in range(1, _MOST_HALVES + 1)]
-    smaller = [size for size in halves if size < budget]
-    return [budget, *smaller, *[size for size in reversed(halves) if size > budget]]
 
 
 def _laid_over(choice: Filling) -> Plan:

@@ -43,10 +43,13 @@ class Stretch:
         self.saved = {
             number: at for at in sorted(self.wanted, reverse=True) for number in self.wanted[at]
         }
-        dear = [m for m in self.memories.values() if not m.is_cheap and m.number not in self.held]
+        steps = range(self.first, self.last)
+        made = {number for at in steps for number in model.made[at]} - self.held
         # A window that reads it must have made it.
-        self.dear = {m.number for m in dear if m.maker >= self.first}
-        self.reads = [(*filter(self.dear.__contains__, read),) for read in model.reads]
+        memories = [m for m in map(self.memories.__getitem__, made) if m.maker >= self.first]
+        dear = [m for m in memories if not m.is_cheap]
+        self.dear = {m.number for m in dear}
+        self.reads = {at: (*filter(self.dear.__contains__, model.reads[at]),) for at in steps}
         # Of as many bytes, few memories are better than many.
         spans = [(m.maker + 1, m.last_read, m.cost + _PER_MEMORY) for m in dear if m.cost]
         self.crossing = model.sums(spans)
