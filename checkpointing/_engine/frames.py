@@ -179,11 +179,11 @@ class Frame:
             pop_hooks()
             here["region"] = region.outer
             return True
-        while inner is not None and inner.outer is not region:
+        while inner is not None:  # a region of another thread is not among them
+            if inner.outer is region:
+                inner.outer = region.outer
+                _torch.remove_hooks(self.pack)
             inner = inner.outer
-        if inner is not None:  # else it was entered in another thread
-            inner.outer = region.outer
-            _torch.remove_hooks(self.pack)
         return False
 
     # ---- backward
@@ -195,7 +195,7 @@ class Frame:
         with self.lock:
             task, slot = self.task_of(key), holder.slot
             if task.get(slot) is None:  # else another thread has computed it
-                if group is not None and slot in task and self.prefix is not None:
+                if slot in task and None not in (group, self.prefix):
                     raise errors.overlapping(self)  # as torch does
                 task.pop(slot, None)  # its node has had it, and opens it again
                 try:

@@ -182,10 +182,10 @@ def _once(fn: Any, args: Any, kwargs: Any, name: str) -> Any:
     return thread.region.once(fn, args, kwargs)
 
 
-def is_plain(enabled: bool = True) -> bool:
+def is_plain() -> bool:
     """Whether to run without a region (rule 10), as while a graph is traced: the trace contains the
     backward, or none, and a recompute would put the tensors of this run into it."""
-    if not (enabled and is_grad_enabled()):
+    if not is_grad_enabled():
         return True
     if _disabled.get():
         return True
@@ -352,7 +352,7 @@ def wrap(entry: str, fn: Any, run: Any, name: str = "") -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return run(fn, args, kwargs, name)
 
-    vars(wrapper)["enters_region"] = run is not _once
+    wrapper.enters_region = run is not _once  # type: ignore[attr-defined]
     return wrapper
 
 
@@ -384,10 +384,12 @@ def refuse_generators(entry: str, fn: Any) -> None:
 
 def run(options: Options, fn: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Call a function in a region."""
+    if not options.enabled:
+        return fn(*args, **kwargs)
     name = options.name or name
     if options.backend == "replay":
         return _run_replay(fn, args, kwargs, name, options)
-    if is_dynamo_compiling() and options.enabled:
+    if is_dynamo_compiling():
         return torch.utils.checkpoint.checkpoint(
             fn,
             *args,
@@ -395,7 +397,7 @@ def run(options: Options, fn: Any, args: Any, kwargs: Any, name: str) -> Any:
             preserve_rng_state=bool(options.preserve_rng_state),
             **kwargs,
         )
-    if is_plain(options.enabled):
+    if is_plain():
         return fn(*args, **kwargs)
     if options.backend == "reentrant":
         return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
@@ -448,7 +450,7 @@ def _is_noted(options: Options) -> bool:
 
 
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
-    if is_plain(options.enabled):
+    if is_plain():
         return fn(*args, **kwargs)
     # All calls share a program, wherever they are.
     with _Block(name, options, (getattr(fn, "__code__", type(fn)), 0)):
@@ -527,8 +529,9 @@ class _Block:
 def _excluded() -> AbstractContextManager[Any]:
     """Keep the tensors that are saved in a block, in the recorded region around it."""
     region, hooks = thread.region, _torch.enclosing_hooks()
-    # Nothing is recorded, or hooks of the user take the tensors.
-    if is_plain() or not isinstance(region, Run) or hooks is None or hooks[1] is not unpack:
+    if is_plain() or not isinstance(region, Run):
+        return nullcontext()
+    if hooks is None or hooks[1] is not unpack:  # hooks of the user take the tensors
         return nullcontext()
     pack = hooks[0]
 
@@ -675,7 +678,7 @@ _torch.leave_eager(checkpoint_scope.__enter__, _RECORDS)
 # The signatures that `help` and editors show.
 _SHOWN = inspect.signature(Options).parameters
 _KEYWORDS = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in _SHOWN.values()]
-vars(checkpointed)["__signature__"] = Signature(
+checkpointed.__signature__ = Signature(  # type: ignore[attr-defined]
     [Parameter("fn", Parameter.POSITIONAL_ONLY, default=None), *_KEYWORDS]
 )
 checkpoint_scope.__signature__ = Signature(  # type: ignore[attr-defined]

@@ -201,10 +201,10 @@ def _ask(function: Any, op: Any, args: Any, kwargs: Any, result: Any) -> Answer:
     return "SAVE" in answer.name
 
 
-def _either(first: Policy | None, second: Policy | None) -> Policy:
-    if first is None or second is None:
+def _either(first: Any, second: Any) -> Policy:
+    if None in (first, second):
         raise TypeError("None is no policy to combine with: it keeps nothing")
-    if first.placement is not None and second.placement is not None:
+    if None not in (first.placement, second.placement):
         raise TypeError(
             f"{first!r} and {second!r} can't both place checkpoints: give one auto(...) all it "
             "needs"
@@ -348,7 +348,7 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; values
     kept beside the checkpoints as in Jain et al. 2020, "Checkmate", by a greedy rule.
     """
-    if budget is not None and peak is not None:
+    if None not in (budget, peak):
         raise ValueError("auto() takes a budget or a peak, not both")
     if budget is not None:
         nbytes = bytes_of("budget", budget)
@@ -435,7 +435,7 @@ def as_policy(policy: Any) -> Policy | None:
         TypeError: for anything else.
         ValueError: for a list with something else than `OpOverload`s in it.
     """
-    if policy is None or isinstance(policy, Policy):
+    if isinstance(policy, Policy | None):
         return policy
     if isinstance(policy, list | tuple | set | frozenset):
         return save_ops(*policy)

@@ -196,8 +196,10 @@ def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors may share an element. They do not if they are two ranges of a storage, or
     columns of one matrix."""
-    if one is other or storage_of(one) != storage_of(other):
-        return one is other
+    if one is other:
+        return True
+    if storage_of(one) != storage_of(other):
+        return False
     layouts: Any = layout_of(one), layout_of(other)
     if None in layouts or one.dtype is not other.dtype:
         return True

@@ -158,11 +158,10 @@ def is_cast_of_parameter(tensor: Tensor) -> bool:
     """Whether autocast may have made this from a parameter. Autocast caches such casts, so a region
     may find one in the forward and make it in a rerun: it counts as the parameter. (Below autocast,
     where this is asked, autocast says that it is off.)"""
-    node = tensor.grad_fn
-    if node is None or node.name() != "ToCopyBackward0":
+    node: Any = tensor.grad_fn
+    if type(node).__name__ != "ToCopyBackward0":
         return False
-    source = node.next_functions[0][0]
-    return source is not None and source.name() == "torch::autograd::AccumulateGrad"
+    return type(node.next_functions[0][0]).__name__ == "AccumulateGrad"
 
 
 # Batched backward: `torch.autograd.grad(..., is_grads_batched=True)` runs unpack hooks inside of
@@ -190,7 +189,7 @@ def is_tracing() -> bool:
     """Whether AOTAutograd, which begins with the second mode, export, which may enter none, or
     `make_fx` is tracing."""
     modes = _infra_mode(_keys.PROXY), _infra_mode(_keys.FUNCTIONAL)
-    return any(modes) or torch.compiler.is_exporting()
+    return any([*modes, torch.compiler.is_exporting()])
 
 
 def fake_mode() -> Any:
