@@ -100,7 +100,7 @@ def different_metadata(frame: Any, op: str, mismatches: Sequence[Mismatch]) -> M
 
 
 def is_about_sizes(error: BaseException) -> bool:
-    return type(error) is RuntimeError and bool(re.search("[Ss]ize|shape", str(error)))
+    return re.match(r"RuntimeError\(.*([Ss]ize|shape)", repr(error)) is not None
 
 
 def other_sizes(frame: Any) -> MismatchError:

@@ -46,7 +46,7 @@ class Mover:
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether a tensor is to be offloaded."""
-        if _torch.layout_of(tensor) is None or tensor.is_meta:
+        if _torch.layout_of(tensor) is None:
             return False
         return tensor.untyped_storage().nbytes() >= self.destination.min_bytes
 

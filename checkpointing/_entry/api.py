@@ -16,10 +16,8 @@ from types import MethodType
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, overload
 from weakref import ref
 
-import torch
 import torch.utils.checkpoint
 from torch import Tensor, is_grad_enabled, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self, Unpack
 
@@ -507,10 +505,7 @@ class _Block:
         frame = self.frame
         in_order = frame.leave(frame.run)
         for mode in reversed(self._modes):
-            if in_order:
-                mode.__exit__(*error)
-            else:
-                _torch.remove_mode(mode)
+            _torch.remove_mode(mode)
         try:
             frame.run.close()
             complaint = frame.close()
@@ -539,7 +534,7 @@ def _excluded() -> AbstractContextManager[Any]:
         region.keep_for_inner(tensor)
         return pack(tensor)
 
-    return saved_tensors_hooks(keep, unpack)
+    return torch.autograd.graph.saved_tensors_hooks(keep, unpack)
 
 
 class Stats(NamedTuple):
@@ -634,7 +629,7 @@ class checkpoint_scope:
             return Stats()
         (frame,) = self._frames
         region = region_of(frame)
-        kept = [t.nbytes for t in region.held if t.kind not in ("input", "random state")]
+        kept = sum(t.nbytes for t in region.held if t.kind not in ("input", "random state"))
         recorded, cuts = frame.counts()
         placement = frame.run.store.placement
         return Stats(
@@ -642,8 +637,8 @@ class checkpoint_scope:
             frame.replayed,
             frame.replays,
             frame.saved_bytes,
-            region.bytes_held - sum(kept),
-            sum(kept),
+            region.bytes_held - kept,
+            kept,
             cuts,
             frame.plan.peak if frame.plan else 0,
             placement and placement.peak,

@@ -107,10 +107,12 @@ def _picks(select: Any, name: str, module: nn.Module) -> Any:
     if isinstance(select, type):
         return isinstance(module, select)
     if isinstance(select, str):
+        if name == "":
+            return False
         # With as many dots as the name has, a `*` matches none of them.
         if name.count(".") != select.count("."):
             return False
-        return name != "" and fnmatchcase(name, select)
+        return fnmatchcase(name, select)
     if isinstance(select, tuple | list):
         return any(_picks(part, name, module) for part in select)
     if callable(select) and not isinstance(select, nn.Module):
@@ -190,7 +192,7 @@ class _Forward(CheckpointedObject):
         if not is_dynamo_compiling():
             caller = sys._getframe(1).f_locals.get("self")
             # A shallow copy (of `copy.copy`, or of the package `higher`) has this object, too.
-            if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
+            if getattr(caller, "__dict__", {}).get("forward") is self:
                 module = caller
         return run(self.options, self._forward_of(module), args, kwargs, "")
 

@@ -214,7 +214,7 @@ def layouts_overlap(one: Layout, other: Layout) -> bool:
         rows += [row for row in strides if row and not any(s % row for s in strides if s > row)]
     for row in rows:
         (_, end), (start, last) = sorted([_columns(one, row), _columns(other, row)])
-        if end <= start and last <= row:
+        if end <= start <= last <= row:
             return False
     return True
 

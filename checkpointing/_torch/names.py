@@ -14,7 +14,6 @@ from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-import torch
 import torch.utils.checkpoint
 from torch import Tensor, default_generator, nn
 from torch.nn.parameter import is_lazy as is_lazy
@@ -414,8 +413,7 @@ def set_cpu_state(state: Tensor) -> None:
         default_generator.set_state(state)
 
 
-_accelerator = torch.accelerator.current_accelerator()  # of this build; asks no driver
-_device_module = None if _accelerator is None else torch.get_device_module(_accelerator)
+_device_module = torch.get_device_module()  # of this build's accelerator; asks no driver
 
 
 def accelerator_is_up() -> bool:
