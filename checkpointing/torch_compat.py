@@ -51,8 +51,8 @@ def __getattr__(name: str) -> Any:
     return getattr(_theirs, name)
 
 
-_early_stop: ContextVar[Any] = ContextVar("checkpointing.early_stop", default=None)
-_debug: ContextVar[Any] = ContextVar("checkpointing.debug", default=None)
+_early_stop = ContextVar("checkpointing.early_stop", default=None)
+_debug = ContextVar("checkpointing.debug", default=None)
 
 
 def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[None]:

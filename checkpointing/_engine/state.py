@@ -71,7 +71,7 @@ class Generators:
             setter(state)
 
 
-CPU_RNG: Rng = _torch.set_cpu_state, _torch.get_cpu_state
+CPU_RNG = _torch.set_cpu_state, _torch.get_cpu_state
 
 
 def rngs_of(devices: Iterable[torch.device], generators: Iterable[torch.Generator]) -> list[Rng]:

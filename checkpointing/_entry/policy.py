@@ -412,14 +412,13 @@ def offload(
     inner = as_policy(policy) or Policy("")
     given = {**there._asdict(), "device": str(device), "inputs": inputs}
     defaults: Any = offload.__kwdefaults__
-    text = [inner.text]
-    text += [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]
+    others = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]
 
     def elsewhere(choices: Choices) -> Choices:
         return tuple((chosen, there if answer is True else answer) for chosen, answer in choices)
 
     return Policy(
-        f"offload({', '.join(filter(None, text))})",
+        f"offload({', '.join(filter(None, [inner.text, *others]))})",
         elsewhere(inner.of_ops),
         elsewhere(inner.of_tags),
         inner.placement and inner.placement._replace(place=there),

@@ -200,7 +200,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
         return True
     if storage_of(one) != storage_of(other):
         return False
-    layouts: Any = layout_of(one), layout_of(other)
+    layouts = layout_of(one), layout_of(other)
     if None in layouts or one.dtype is not other.dtype:
         return True
     return layouts_overlap(*layouts)

@@ -323,7 +323,7 @@ def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
 FakeTensor = torch._subclasses.FakeTensor  # infers shapes without computing, for DTensor for one
 UNWRAPPED = (Tensor, FakeTensor)
 # The public way to a storage (`untyped_storage()`) builds a Python object per call.
-storage_id: Callable[[Tensor], int] = _C._storage_id
+storage_id = _C._storage_id
 has_storage = _C._has_storage  # False for sparse, MKLDNN and other opaque layouts
 
 
