@@ -482,13 +482,14 @@ class _Block:
         # A weak reference hashes a code object once, rather than in each run.
         run = Run(program_of((ref(code), instruction, asked)), hooks, rng, policy)
         run.store.placement = placement
-        # A rerun around the block, ours or torch's, expects the same slots in each run, whatever
-        # has been planned.
-        in_rerun = hooks is not None and (is_internal(hooks) or _torch.are_of_checkpoint(hooks))
-        run.holds_planned = not in_rerun
         run.store.is_checked = check is not None
         self.frame = frame = Replay(run, name, line, options.early_stop, check)
-        if hooks is None and placement == Placement(None):
+        run.holds_planned = True
+        if hooks is not None:
+            # A rerun around the block, ours or torch's, expects the same slots in each run,
+            # whatever has been planned.
+            run.holds_planned = not (is_internal(hooks) or _torch.are_of_checkpoint(hooks))
+        elif placement == Placement(None):
             frame.allow_pieces()
         if is_noted:
             run.note, run.is_noted, frame.notes = note, True, Notes()

@@ -88,8 +88,7 @@ def _layout(tensor: Tensor) -> Layout:
 def lay_as(base: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
     """A tensor of this type on the storage of `base`, detached, with this geometry."""
     size, stride, is_conj, is_neg, offset = layout
-    new = torch.empty(0, dtype=dtype, device=base.device)
-    new.set_(base.untyped_storage(), offset, size, stride)
+    new = base.new_empty(0, dtype=dtype).set_(base.untyped_storage(), offset, size, stride)
     if is_conj:
         new = torch._conj(new)
     return torch._neg_view(new) if is_neg else new
@@ -123,8 +122,7 @@ def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
             return tensor.clone()
         shift = offset % (_ALIGNMENT // tensor.itemsize)
         length = shift + _length(size, stride)
-        memory = torch.empty(length, dtype=tensor.dtype, device=tensor.device)
-        new = lay_as(memory, tensor.dtype, (*layout[:-1], shift))
+        new = lay_as(tensor.new_empty(length), tensor.dtype, (*layout[:-1], shift))
         write(new, tensor)
         return new
 
@@ -138,7 +136,7 @@ def laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The whole storage of `tensor`, as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def whole(storage: torch.UntypedStorage, like: Tensor) -> Tensor:

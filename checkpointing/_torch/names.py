@@ -291,13 +291,8 @@ below_versions = _C._AutoDispatchBelowADInplaceOrView
 def below_autograd(function: Callable[[], Any]) -> None:
     """Recorded operators ran below autograd, autocast and function modes. So do they in this
     function. They may set grad mode; it is put back at the end."""
-    grad_mode = torch.is_grad_enabled()
-    try:
-        set_grad_enabled(False)
-        with below_versions(), _C.DisableTorchFunction(), _C._DisableAutocast():
-            function()
-    finally:
-        set_grad_enabled(grad_mode)
+    with torch.no_grad(), below_versions(), _C.DisableTorchFunction(), _C._DisableAutocast():
+        function()
 
 
 is_zeros = Tensor._is_zerotensor
@@ -490,9 +485,8 @@ def keep_dynamo_out(module: ModuleType) -> None:
     own = [v for v in vars(module).values() if getattr(v, "__module__", None) == module.__name__]
     own += [part for kind in own if isinstance(kind, type) for part in vars(kind).values()]
     for part in own:
-        function = part.fget if isinstance(part, property) else part
-        if isinstance(function, FunctionType):
-            _skip_in_dynamo(function.__code__)
+        if isinstance(part, FunctionType):
+            _skip_in_dynamo(part.__code__)
 
 
 def _skip_in_dynamo(code: CodeType) -> None:
