@@ -27,8 +27,6 @@ Rejected: keeping recomputed tensors on the holders, as torch does. A second rea
 graph task in any case.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -71,7 +69,7 @@ class Holder:
 
     __slots__ = ("__weakref__", "frame", "metadata", "saved", "slot")
 
-    frame: Frame
+    frame: "Frame"
     slot: int
     metadata: Any  # for the determinism check
     saved: Any  # what the frame needs to bring the tensor back, besides the slot
@@ -98,7 +96,7 @@ def reader() -> str:
     return "a read outside of backward" if node is None else str(node.name())
 
 
-def _forget(frame: _ref[Frame], key: Any, _: object) -> None:
+def _forget(frame: "_ref[Frame]", key: Any, _: object) -> None:
     alive = frame()
     if alive is not None:
         del alive.tasks[key]

@@ -14,8 +14,6 @@ Rejected: `Tensor.record_stream`. Memory would be free again when the host notic
 copy. The host runs ahead, so nearly nothing would be saved.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections import deque
@@ -50,7 +48,7 @@ class Mover:
             return False
         return tensor.untyped_storage().nbytes() >= self.destination.min_bytes
 
-    def send(self, tensor: Tensor, name: Name) -> Moved:
+    def send(self, tensor: Tensor, name: Name) -> "Moved":
         """Copy a tensor out. Later work on its device may write it and reuse its memory."""
         there, home = self.destination.device, tensor.device
         streams, values = _torch.streams_of(home), _torch.one_each(tensor, tensor)

@@ -1,7 +1,5 @@
 """The state of a thread: its innermost region, and whether operators are recorded now."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +17,7 @@ class Region:
     around it. A region of this very class keeps nothing, and has no results of `forward_only`
     functions."""
 
-    outer: Region | None = None  # while the region runs
+    outer: "Region | None" = None  # while the region runs
     is_noted = False  # for a report, as are regions inside
     policy = None  # also of inner regions without one
 

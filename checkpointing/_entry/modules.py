@@ -10,8 +10,6 @@ pickling), and a bound method as `forward` (a cycle; pickled by name, which find
 class).
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys
@@ -33,7 +31,7 @@ Select = Union[type, str, Callable[[str, nn.Module], bool], Sequence["Select"]] 
 
 def checkpoint_modules(
     model: nn.Module, select: Select, /, **options: Unpack[Given]
-) -> CheckpointedModules:
+) -> "CheckpointedModules":
     """Recompute the activations of selected modules of a model, in place.
 
     Each module runs in a region of its own. Names, `state_dict`, `isinstance`, hooks (which run

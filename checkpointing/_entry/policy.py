@@ -7,8 +7,6 @@ A policy is a frozen value. For each operator and each tag it answers whether to
 recompute it, or to keep it elsewhere. `as_policy` turns everything that a user may give into one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -168,10 +166,10 @@ class Policy:
     def __repr__(self) -> str:
         return self.text
 
-    def __or__(self, other: Any) -> Policy:
+    def __or__(self, other: Any) -> "Policy":
         return _either(self, as_policy(other))
 
-    def __ror__(self, other: Any) -> Policy:
+    def __ror__(self, other: Any) -> "Policy":
         return _either(as_policy(other), self)
 
 
