@@ -67,11 +67,7 @@ def open_container(value: Any) -> Container | None:
 
 
 def take_apart(
-    value: Any,
-    leaf: Callable[[Any, Any], Any],
-    name: Any = None,
-    met: Any = None,
-    depth: int = 0,
+    value: Any, leaf: Callable[[Any, Any], Any], name: Any = None, met: Any = None, depth: int = 0
 ) -> Any:
     """Replace each container in `value` by a `Container`, and each other part by `leaf(part,
     name)`. `put_together` is the inverse.

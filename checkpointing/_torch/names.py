@@ -191,10 +191,9 @@ def is_tracing() -> bool:
     return any([*modes, torch.compiler.is_exporting()])
 
 
-def fake_mode() -> Any:
-    """The mode under which tensors are made without memory now, or None. It runs below all modes of
-    users, whenever it has been entered."""
-    return _infra_mode(_keys.FAKE)
+# The mode under which tensors are made without memory now, or None. It runs below all modes of
+# users, whenever it has been entered.
+fake_mode = partial(_infra_mode, _keys.FAKE)
 
 
 def remove_mode(mode: TorchDispatchMode) -> None:
