@@ -290,8 +290,13 @@ below_versions = _C._AutoDispatchBelowADInplaceOrView
 def below_autograd(function: Callable[[], Any]) -> None:
     """Recorded operators ran below autograd, autocast and function modes. So do they in this
     function. They may set grad mode; it is put back at the end."""
-    with torch.no_grad(), below_versions(), _C.DisableTorchFunction(), _C._DisableAutocast():
-        function()
+    grad_mode = torch.is_grad_enabled()
+    try:
+        set_grad_enabled(False)
+        with below_versions(), _C.DisableTorchFunction(), _C._DisableAutocast():
+            function()
+    finally:
+        set_grad_enabled(grad_mode)
 
 
 is_zeros = Tensor._is_zerotensor
