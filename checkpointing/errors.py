@@ -137,7 +137,7 @@ def _is_decision(mismatch: Mismatch) -> bool:
     if not isinstance(saved, tuple):
         return False
     dtype = saved[1]
-    return not (dtype.is_floating_point or dtype.is_complex)
+    return bool(dtype.is_floating_point == dtype.is_complex)  # neither
 
 
 def _readable(found: object) -> object:

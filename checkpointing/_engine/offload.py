@@ -52,7 +52,7 @@ class Mover:
         """Copy a tensor out. Later work on its device may write it and reuse its memory."""
         there, home = self.destination.device, tensor.device
         streams, values = _torch.streams_of(home), _torch.one_each(tensor, tensor)
-        pin_memory = self.destination.pin_memory and there.type == "cpu" and streams is not None
+        pin_memory = all([self.destination.pin_memory, there.type == "cpu", streams])
         away = torch.empty_like(values, device=there, pin_memory=pin_memory)
         moved = Moved(away, name, tensor, streams)
         if streams is None:
