@@ -51,8 +51,8 @@ def __getattr__(name: str) -> Any:
     return getattr(_theirs, name)
 
 
-_early_stop: ContextVar[Any] = ContextVar("checkpointing.early_stop", default=None)
-_debug: ContextVar[Any] = ContextVar("checkpointing.debug", default=None)
+_early_stop = ContextVar("checkpointing.early_stop", default=None)
+_debug = ContextVar("checkpointing.debug", default=None)
 
 
 def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[None]:
@@ -202,9 +202,9 @@ def _checkpoint(options: Any, function: Any, args: Any, kwargs: Any, name: str =
     rng = options["preserve_rng_state"]
     ours = Options("rerun", True, rng, early_stop, _CHECKS[check], debug=debug)
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    was_up = not rng or _torch.accelerator_is_up()
+    was_up = _torch.accelerator_is_up()
     result = run_rerun(function, args, kwargs, name, ours, contexts, "torch.utils.checkpoint")
-    if not was_up and _torch.accelerator_is_up():
+    if rng and was_up != _torch.accelerator_is_up():
         raise RuntimeError(
             "PyTorch's device state was initialized in the forward pass of a Checkpoint, which is "
             "not allowed: the earlier state of its random generator is unknown. Use the device "
@@ -240,7 +240,8 @@ def _chooses_reentrant(given: bool | None, name: str) -> bool:
             "behavior, you can pass use_reentrant=True. Refer to docs for more details on the "
             "differences between the two variants."
         )
-    return given is None or given  # which torch converts as late as possible
+        return True
+    return given  # which torch converts as late as possible
 
 
 def checkpoint_sequential(

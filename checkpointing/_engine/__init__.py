@@ -3,11 +3,7 @@
 It imports `_torch` and `errors` alone. It never knows which kind of frame recomputes, or how.
 """
 
-from .check import (
-    CHECKS,
-    DeterminismCheck,
-    check_of,
-)
+from .check import CHECKS, DeterminismCheck, check_of
 from .frames import (
     Frame,
     Holder,
@@ -20,17 +16,8 @@ from .frames import (
     regions,
     unpack,
 )
-from .held import (
-    Aliased,
-    hold,
-    hold_argument,
-    note_written,
-)
-from .offload import (
-    Destination,
-    Moved,
-    Mover,
-)
+from .held import Aliased, hold, hold_argument, note_written
+from .offload import Destination, Moved, Mover
 from .state import (
     CPU_RNG,
     Generators,
@@ -41,35 +28,7 @@ from .state import (
     rngs_of,
     undo_all,
 )
-from .tensors import (
-    Held,
-    Name,
-    check_version,
-    is_parameter,
-    is_referenced,
-    named,
-    root_of,
-)
-from .threads import (
-    Region,
-    aside,
-    thread,
-    within,
-    without_recording,
-)
-from .tree import (
-    ATOMS,
-    Field,
-    map_tensors,
-    put_together,
-    take_apart,
-    tensors_in,
-)
-from .where import (
-    Line,
-    described,
-    entered_from,
-    stack_of_user,
-    user_line,
-    warn,
-)
+from .tensors import Held, Name, check_version, is_parameter, is_referenced, named, root_of
+from .threads import Region, aside, thread, within, without_recording
+from .tree import ATOMS, Field, map_tensors, put_together, take_apart, tensors_in
+from .where import Line, described, entered_from, stack_of_user, user_line, warn

@@ -74,6 +74,6 @@ def checksum(tensor: Tensor) -> str:
 def _compact(tensor: Tensor) -> Tensor:
     """A tensor alone on its memory."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
-    if plain.layout is torch.strided and not plain.is_nested:
+    if plain.layout is torch.strided:
         plain = plain.contiguous()
     return plain.clone()

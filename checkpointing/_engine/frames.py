@@ -27,8 +27,6 @@ Rejected: keeping recomputed tensors on the holders, as torch does. A second rea
 graph task in any case.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -71,7 +69,7 @@ class Holder:
 
     __slots__ = ("__weakref__", "frame", "metadata", "saved", "slot")
 
-    frame: Frame
+    frame: "Frame"
     slot: int
     metadata: Any  # for the determinism check
     saved: Any  # what the frame needs to bring the tensor back, besides the slot
@@ -98,7 +96,7 @@ def reader() -> str:
     return "a read outside of backward" if node is None else str(node.name())
 
 
-def _forget(frame: _ref[Frame], key: Any, _: object) -> None:
+def _forget(frame: "_ref[Frame]", key: Any, _: object) -> None:
     alive = frame()
     if alive is not None:
         del alive.tasks[key]
@@ -179,11 +177,11 @@ class Frame:
             pop_hooks()
             here["region"] = region.outer
             return True
-        while inner is not None and inner.outer is not region:
+        while inner is not None:  # a region of another thread is not among them
+            if inner.outer is region:
+                inner.outer = region.outer
+                _torch.remove_hooks(self.pack)
             inner = inner.outer
-        if inner is not None:  # else it was entered in another thread
-            inner.outer = region.outer
-            _torch.remove_hooks(self.pack)
         return False
 
     # ---- backward
@@ -195,7 +193,7 @@ class Frame:
         with self.lock:
             task, slot = self.task_of(key), holder.slot
             if task.get(slot) is None:  # else another thread has computed it
-                if group is not None and slot in task and self.prefix is not None:
+                if slot in task and None not in (group, self.prefix):
                     raise errors.overlapping(self)  # as torch does
                 task.pop(slot, None)  # its node has had it, and opens it again
                 try:

@@ -112,9 +112,11 @@ class Packed(Held):
 class InSlot(Held):
     """A slot of the region around: a holder, or in a recompute the delivered tensor."""
 
-    def __init__(self, packed: Any, name: Name, unpack: Any, owner: Any) -> None:
+    def __init__(
+        self, packed: Any, name: Name, unpack: Callable[[Any], Tensor], owner: Any
+    ) -> None:
         super().__init__(packed, name)
-        self._unpack: Callable[[Any], Tensor] = unpack
+        self._unpack = unpack
         self._owner: Any = None if owner is None else weakref.ref(owner)
 
     def fetch(self, frame: object) -> Tensor:
@@ -150,7 +152,8 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
         parameter = tensor if tensor._base is None else _alias(tensor)
         return Aliased(parameter, name, True)
     alias = _alias(tensor)
-    if saver is None or _costs_nothing(tensor):
+    # To hold a cast that autocast caches costs nothing.
+    if saver is None or tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor)):
         return Aliased(alias, name)
     if isinstance(saver, Mover):
         takes = saver.takes(alias)
@@ -164,10 +167,6 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
             return Aliased(alias, name)
         owner.announce(role or name, tensor)
     return InSlot(pack(alias), name, unpacked, owner)
-
-
-def _costs_nothing(tensor: Tensor) -> bool:
-    return tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor))
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -14,8 +14,6 @@ Rejected: `Tensor.record_stream`. Memory would be free again when the host notic
 copy. The host runs ahead, so nearly nothing would be saved.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections import deque
@@ -46,15 +44,15 @@ class Mover:
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether a tensor is to be offloaded."""
-        if _torch.layout_of(tensor) is None or tensor.is_meta:
+        if _torch.layout_of(tensor) is None:
             return False
         return tensor.untyped_storage().nbytes() >= self.destination.min_bytes
 
-    def send(self, tensor: Tensor, name: Name) -> Moved:
+    def send(self, tensor: Tensor, name: Name) -> "Moved":
         """Copy a tensor out. Later work on its device may write it and reuse its memory."""
         there, home = self.destination.device, tensor.device
         streams, values = _torch.streams_of(home), _torch.one_each(tensor, tensor)
-        pin_memory = self.destination.pin_memory and there.type == "cpu" and streams is not None
+        pin_memory = all([self.destination.pin_memory, there.type == "cpu", streams])
         away = torch.empty_like(values, device=there, pin_memory=pin_memory)
         moved = Moved(away, name, tensor, streams)
         if streams is None:
@@ -79,8 +77,8 @@ class Moved(Held):
     """An offloaded tensor: a copy that waits elsewhere. Nobody can write it."""
 
     rank = -1  # its place in the expected order of fetching, once there is one
-    sent: Any = None  # the end of the copy
-    _coming: Tensor | None = None  # on its way back
+    sent = None  # the end of the copy
+    _coming = None  # on its way back
 
     def __init__(self, away: Tensor, name: Name, tensor: Tensor, streams: Any) -> None:
         super().__init__(away, name)

@@ -71,12 +71,16 @@ class Generators:
             setter(state)
 
 
-CPU_RNG: Rng = _torch.set_cpu_state, _torch.get_cpu_state
+CPU_RNG = _torch.set_cpu_state, _torch.get_cpu_state
 
 
 def rngs_of(devices: Iterable[torch.device], generators: Iterable[torch.Generator]) -> list[Rng]:
     """The default generators of those devices that are accelerators, and `generators`."""
-    rngs = [_rng_of(device) for device in devices if has_rng(device)]
+    rngs = [
+        _rng_of(device)
+        for device in devices
+        if hasattr(getattr(torch, device.type, None), "set_rng_state")
+    ]
     return rngs + [(each.set_state, each.get_state) for each in generators]
 
 
@@ -84,11 +88,6 @@ def _rng_of(device: torch.device) -> Rng:
     """An accelerator's default generator (`torch.<type>.get_rng_state`, one uint8 tensor)."""
     module = torch.get_device_module(device)
     return lambda state: module.set_rng_state(state, device), lambda: module.get_rng_state(device)
-
-
-def has_rng(device: torch.device) -> bool:
-    """Whether the device is an accelerator with a generator of its own."""
-    return hasattr(getattr(torch, device.type, None), "set_rng_state")
 
 
 # ---- switches

@@ -1,9 +1,8 @@
 """The state of a thread: its innermost region, and whether operators are recorded now."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor, is_grad_enabled
@@ -18,7 +17,7 @@ class Region:
     around it. A region of this very class keeps nothing, and has no results of `forward_only`
     functions."""
 
-    outer: Region | None = None  # while the region runs
+    outer: "Region | None" = None  # while the region runs
     is_noted = False  # for a report, as are regions inside
     policy = None  # also of inner regions without one
 
@@ -60,24 +59,19 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
-class within:
+@contextmanager
+def within(region: Region | None, aside: bool = False) -> Iterator[None]:
     """Run a recompute, or what no region records (`aside`), with `region` as the innermost one."""
-
-    def __init__(self, region: Region | None, aside: bool = False) -> None:
-        self._region, self._aside = region, aside
-
-    def __enter__(self) -> None:
-        here = thread.__dict__
-        self._before = here.copy()
-        here["region"] = self._region
-        here["depth"] += 1
-        here["aside"] += self._aside
-
-    def __exit__(self, *error: object) -> None:
-        thread.__dict__.update(self._before)
+    here = thread.__dict__
+    before = here.copy()
+    here.update(region=region, depth=here["depth"] + 1, aside=here["aside"] + aside)
+    try:
+        yield
+    finally:
+        here.update(before)
 
 
-def aside() -> within:
+def aside() -> AbstractContextManager[None]:
     """Suspend recording inside this block."""
     return within(thread.region, aside=True)
 

@@ -19,22 +19,6 @@ from .api import (
 )
 from .forecast import Forecast, forecast
 from .modules import checkpoint_modules
-from .policy import (
-    auto,
-    keep,
-    offload,
-    opaque,
-    save_ops,
-    save_tagged,
-    tag,
-)
-from .reentrant import (
-    CheckpointFunction,
-    check_backward_validity,
-)
-from .report import (
-    RegionReport,
-    Report,
-    TensorReport,
-    report,
-)
+from .policy import auto, keep, offload, opaque, save_ops, save_tagged, tag
+from .reentrant import CheckpointFunction, check_backward_validity
+from .report import RegionReport, Report, TensorReport, report

@@ -16,10 +16,8 @@ from types import MethodType
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, overload
 from weakref import ref
 
-import torch
 import torch.utils.checkpoint
 from torch import Tensor, is_grad_enabled, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self, Unpack
 
@@ -77,8 +75,9 @@ class Given(GivenToScope, total=False):
     policy: Any
 
 
+# The functions of this module are defined further down: Dynamo traces them.
 for _name, _module in [*sys.modules.items()]:
-    if _name.startswith(__package__.removesuffix("entry")) and _name != __name__:
+    if _name.startswith(__package__.removesuffix("entry")):
         _torch.keep_dynamo_out(_module)  # hooks run it
 
 _disabled = ContextVar("checkpointing.disabled", default=False)
@@ -182,10 +181,10 @@ def _once(fn: Any, args: Any, kwargs: Any, name: str) -> Any:
     return thread.region.once(fn, args, kwargs)
 
 
-def is_plain(enabled: bool = True) -> bool:
+def is_plain() -> bool:
     """Whether to run without a region (rule 10), as while a graph is traced: the trace contains the
     backward, or none, and a recompute would put the tensors of this run into it."""
-    if not (enabled and is_grad_enabled()):
+    if not is_grad_enabled():
         return True
     if _disabled.get():
         return True
@@ -352,7 +351,7 @@ def wrap(entry: str, fn: Any, run: Any, name: str = "") -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return run(fn, args, kwargs, name)
 
-    vars(wrapper)["enters_region"] = run is not _once
+    wrapper.enters_region = run is not _once  # type: ignore[attr-defined]
     return wrapper
 
 
@@ -384,10 +383,12 @@ def refuse_generators(entry: str, fn: Any) -> None:
 
 def run(options: Options, fn: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Call a function in a region."""
+    if not options.enabled:
+        return fn(*args, **kwargs)
     name = options.name or name
     if options.backend == "replay":
         return _run_replay(fn, args, kwargs, name, options)
-    if is_dynamo_compiling() and options.enabled:
+    if is_dynamo_compiling():
         return torch.utils.checkpoint.checkpoint(
             fn,
             *args,
@@ -395,7 +396,7 @@ def run(options: Options, fn: Any, args: Any, kwargs: Any, name: str) -> Any:
             preserve_rng_state=bool(options.preserve_rng_state),
             **kwargs,
         )
-    if is_plain(options.enabled):
+    if is_plain():
         return fn(*args, **kwargs)
     if options.backend == "reentrant":
         return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
@@ -448,7 +449,7 @@ def _is_noted(options: Options) -> bool:
 
 
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
-    if is_plain(options.enabled):
+    if is_plain():
         return fn(*args, **kwargs)
     # All calls share a program, wherever they are.
     with _Block(name, options, (getattr(fn, "__code__", type(fn)), 0)):
@@ -481,13 +482,14 @@ class _Block:
         # A weak reference hashes a code object once, rather than in each run.
         run = Run(program_of((ref(code), instruction, asked)), hooks, rng, policy)
         run.store.placement = placement
-        # A rerun around the block, ours or torch's, expects the same slots in each run, whatever
-        # has been planned.
-        in_rerun = hooks is not None and (is_internal(hooks) or _torch.are_of_checkpoint(hooks))
-        run.holds_planned = not in_rerun
         run.store.is_checked = check is not None
         self.frame = frame = Replay(run, name, line, options.early_stop, check)
-        if hooks is None and placement == Placement(None):
+        run.holds_planned = True
+        if hooks is not None:
+            # A rerun around the block, ours or torch's, expects the same slots in each run,
+            # whatever has been planned.
+            run.holds_planned = not (is_internal(hooks) or _torch.are_of_checkpoint(hooks))
+        elif placement == Placement(None):
             frame.allow_pieces()
         if is_noted:
             run.note, run.is_noted, frame.notes = note, True, Notes()
@@ -505,10 +507,7 @@ class _Block:
         frame = self.frame
         in_order = frame.leave(frame.run)
         for mode in reversed(self._modes):
-            if in_order:
-                mode.__exit__(*error)
-            else:
-                _torch.remove_mode(mode)
+            _torch.remove_mode(mode)
         try:
             frame.run.close()
             complaint = frame.close()
@@ -527,8 +526,9 @@ class _Block:
 def _excluded() -> AbstractContextManager[Any]:
     """Keep the tensors that are saved in a block, in the recorded region around it."""
     region, hooks = thread.region, _torch.enclosing_hooks()
-    # Nothing is recorded, or hooks of the user take the tensors.
-    if is_plain() or not isinstance(region, Run) or hooks is None or hooks[1] is not unpack:
+    if is_plain() or not isinstance(region, Run):
+        return nullcontext()
+    if hooks is None or hooks[1] is not unpack:  # hooks of the user take the tensors
         return nullcontext()
     pack = hooks[0]
 
@@ -536,7 +536,7 @@ def _excluded() -> AbstractContextManager[Any]:
         region.keep_for_inner(tensor)
         return pack(tensor)
 
-    return saved_tensors_hooks(keep, unpack)
+    return torch.autograd.graph.saved_tensors_hooks(keep, unpack)
 
 
 class Stats(NamedTuple):
@@ -631,7 +631,7 @@ class checkpoint_scope:
             return Stats()
         (frame,) = self._frames
         region = region_of(frame)
-        kept = [t.nbytes for t in region.held if t.kind not in ("input", "random state")]
+        kept = sum(t.nbytes for t in region.held if t.kind not in ("input", "random state"))
         recorded, cuts = frame.counts()
         placement = frame.run.store.placement
         return Stats(
@@ -639,8 +639,8 @@ class checkpoint_scope:
             frame.replayed,
             frame.replays,
             frame.saved_bytes,
-            region.bytes_held - sum(kept),
-            sum(kept),
+            region.bytes_held - kept,
+            kept,
             cuts,
             frame.plan.peak if frame.plan else 0,
             placement and placement.peak,
@@ -675,7 +675,7 @@ _torch.leave_eager(checkpoint_scope.__enter__, _RECORDS)
 # The signatures that `help` and editors show.
 _SHOWN = inspect.signature(Options).parameters
 _KEYWORDS = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in _SHOWN.values()]
-vars(checkpointed)["__signature__"] = Signature(
+checkpointed.__signature__ = Signature(  # type: ignore[attr-defined]
     [Parameter("fn", Parameter.POSITIONAL_ONLY, default=None), *_KEYWORDS]
 )
 checkpoint_scope.__signature__ = Signature(  # type: ignore[attr-defined]

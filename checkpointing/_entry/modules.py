@@ -10,8 +10,6 @@ pickling), and a bound method as `forward` (a cycle; pickled by name, which find
 class).
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys
@@ -33,7 +31,7 @@ Select = Union[type, str, Callable[[str, nn.Module], bool], Sequence["Select"]] 
 
 def checkpoint_modules(
     model: nn.Module, select: Select, /, **options: Unpack[Given]
-) -> CheckpointedModules:
+) -> "CheckpointedModules":
     """Recompute the activations of selected modules of a model, in place.
 
     Each module runs in a region of its own. Names, `state_dict`, `isinstance`, hooks (which run
@@ -107,10 +105,12 @@ def _picks(select: Any, name: str, module: nn.Module) -> Any:
     if isinstance(select, type):
         return isinstance(module, select)
     if isinstance(select, str):
+        if name == "":
+            return False
         # With as many dots as the name has, a `*` matches none of them.
         if name.count(".") != select.count("."):
             return False
-        return name != "" and fnmatchcase(name, select)
+        return fnmatchcase(name, select)
     if isinstance(select, tuple | list):
         return any(_picks(part, name, module) for part in select)
     if callable(select) and not isinstance(select, nn.Module):
@@ -190,7 +190,7 @@ class _Forward(CheckpointedObject):
         if not is_dynamo_compiling():
             caller = sys._getframe(1).f_locals.get("self")
             # A shallow copy (of `copy.copy`, or of the package `higher`) has this object, too.
-            if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
+            if getattr(caller, "__dict__", {}).get("forward") is self:
                 module = caller
         return run(self.options, self._forward_of(module), args, kwargs, "")
 

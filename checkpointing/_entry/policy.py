@@ -7,8 +7,6 @@ A policy is a frozen value. For each operator and each tag it answers whether to
 recompute it, or to keep it elsewhere. `as_policy` turns everything that a user may give into one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -168,10 +166,10 @@ class Policy:
     def __repr__(self) -> str:
         return self.text
 
-    def __or__(self, other: Any) -> Policy:
+    def __or__(self, other: Any) -> "Policy":
         return _either(self, as_policy(other))
 
-    def __ror__(self, other: Any) -> Policy:
+    def __ror__(self, other: Any) -> "Policy":
         return _either(as_policy(other), self)
 
 
@@ -201,10 +199,10 @@ def _ask(function: Any, op: Any, args: Any, kwargs: Any, result: Any) -> Answer:
     return "SAVE" in answer.name
 
 
-def _either(first: Policy | None, second: Policy | None) -> Policy:
-    if first is None or second is None:
+def _either(first: Any, second: Any) -> Policy:
+    if None in (first, second):
         raise TypeError("None is no policy to combine with: it keeps nothing")
-    if first.placement is not None and second.placement is not None:
+    if None not in (first.placement, second.placement):
         raise TypeError(
             f"{first!r} and {second!r} can't both place checkpoints: give one auto(...) all it "
             "needs"
@@ -348,7 +346,7 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; values
     kept beside the checkpoints as in Jain et al. 2020, "Checkmate", by a greedy rule.
     """
-    if budget is not None and peak is not None:
+    if None not in (budget, peak):
         raise ValueError("auto() takes a budget or a peak, not both")
     if budget is not None:
         nbytes = bytes_of("budget", budget)
@@ -412,14 +410,13 @@ def offload(
     inner = as_policy(policy) or Policy("")
     given = {**there._asdict(), "device": str(device), "inputs": inputs}
     defaults: Any = offload.__kwdefaults__
-    text = [inner.text]
-    text += [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]
+    others = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]
 
     def elsewhere(choices: Choices) -> Choices:
         return tuple((chosen, there if answer is True else answer) for chosen, answer in choices)
 
     return Policy(
-        f"offload({', '.join(filter(None, text))})",
+        f"offload({', '.join(filter(None, [inner.text, *others]))})",
         elsewhere(inner.of_ops),
         elsewhere(inner.of_tags),
         inner.placement and inner.placement._replace(place=there),
@@ -435,7 +432,7 @@ def as_policy(policy: Any) -> Policy | None:
         TypeError: for anything else.
         ValueError: for a list with something else than `OpOverload`s in it.
     """
-    if policy is None or isinstance(policy, Policy):
+    if isinstance(policy, Policy | None):
         return policy
     if isinstance(policy, list | tuple | set | frozenset):
         return save_ops(*policy)

@@ -145,7 +145,7 @@ def report(*outputs: Tensor) -> Report:
         for node in _torch.nodes_from([output.grad_fn for output in outputs], {None})
         for saved in _torch.saved_by(node)
     ]
-    frames: list[Frame] = []
+    frames = []
     for part in parts:
         packed = _packed(part)
         if isinstance(packed, Holder) and packed.frame not in frames:

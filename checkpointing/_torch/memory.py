@@ -88,8 +88,7 @@ def _layout(tensor: Tensor) -> Layout:
 def lay_as(base: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
     """A tensor of this type on the storage of `base`, detached, with this geometry."""
     size, stride, is_conj, is_neg, offset = layout
-    new = torch.empty(0, dtype=dtype, device=base.device)
-    new.set_(base.untyped_storage(), offset, size, stride)
+    new = base.new_empty(0, dtype=dtype).set_(base.untyped_storage(), offset, size, stride)
     if is_conj:
         new = torch._conj(new)
     return torch._neg_view(new) if is_neg else new
@@ -123,8 +122,7 @@ def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
             return tensor.clone()
         shift = offset % (_ALIGNMENT // tensor.itemsize)
         length = shift + _length(size, stride)
-        memory = torch.empty(length, dtype=tensor.dtype, device=tensor.device)
-        new = lay_as(memory, tensor.dtype, (*layout[:-1], shift))
+        new = lay_as(tensor.new_empty(length), tensor.dtype, (*layout[:-1], shift))
         write(new, tensor)
         return new
 
@@ -138,7 +136,7 @@ def laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The whole storage of `tensor`, as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def whole(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
@@ -196,9 +194,11 @@ def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors may share an element. They do not if they are two ranges of a storage, or
     columns of one matrix."""
-    if one is other or storage_of(one) != storage_of(other):
-        return one is other
-    layouts: Any = layout_of(one), layout_of(other)
+    if one is other:
+        return True
+    if storage_of(one) != storage_of(other):
+        return False
+    layouts = layout_of(one), layout_of(other)
     if None in layouts or one.dtype is not other.dtype:
         return True
     return layouts_overlap(*layouts)
@@ -212,7 +212,7 @@ def layouts_overlap(one: Layout, other: Layout) -> bool:
         rows += [row for row in strides if row and not any(s % row for s in strides if s > row)]
     for row in rows:
         (_, end), (start, last) = sorted([_columns(one, row), _columns(other, row)])
-        if end <= start and last <= row:
+        if end <= start <= last <= row:
             return False
     return True
 

@@ -14,7 +14,6 @@ from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-import torch
 import torch.utils.checkpoint
 from torch import Tensor, default_generator, nn
 from torch.nn.parameter import is_lazy as is_lazy
@@ -158,11 +157,10 @@ def is_cast_of_parameter(tensor: Tensor) -> bool:
     """Whether autocast may have made this from a parameter. Autocast caches such casts, so a region
     may find one in the forward and make it in a rerun: it counts as the parameter. (Below autocast,
     where this is asked, autocast says that it is off.)"""
-    node = tensor.grad_fn
-    if node is None or node.name() != "ToCopyBackward0":
+    node: Any = tensor.grad_fn
+    if type(node).__name__ != "ToCopyBackward0":
         return False
-    source = node.next_functions[0][0]
-    return source is not None and source.name() == "torch::autograd::AccumulateGrad"
+    return type(node.next_functions[0][0]).__name__ == "AccumulateGrad"
 
 
 # Batched backward: `torch.autograd.grad(..., is_grads_batched=True)` runs unpack hooks inside of
@@ -190,13 +188,12 @@ def is_tracing() -> bool:
     """Whether AOTAutograd, which begins with the second mode, export, which may enter none, or
     `make_fx` is tracing."""
     modes = _infra_mode(_keys.PROXY), _infra_mode(_keys.FUNCTIONAL)
-    return any(modes) or torch.compiler.is_exporting()
+    return any([*modes, torch.compiler.is_exporting()])
 
 
-def fake_mode() -> Any:
-    """The mode under which tensors are made without memory now, or None. It runs below all modes of
-    users, whenever it has been entered."""
-    return _infra_mode(_keys.FAKE)
+# The mode under which tensors are made without memory now, or None. It runs below all modes of
+# users, whenever it has been entered.
+fake_mode = partial(_infra_mode, _keys.FAKE)
 
 
 def remove_mode(mode: TorchDispatchMode) -> None:
@@ -325,7 +322,7 @@ def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
 FakeTensor = torch._subclasses.FakeTensor  # infers shapes without computing, for DTensor for one
 UNWRAPPED = (Tensor, FakeTensor)
 # The public way to a storage (`untyped_storage()`) builds a Python object per call.
-storage_id: Callable[[Tensor], int] = _C._storage_id
+storage_id = _C._storage_id
 has_storage = _C._has_storage  # False for sparse, MKLDNN and other opaque layouts
 
 
@@ -415,8 +412,7 @@ def set_cpu_state(state: Tensor) -> None:
         default_generator.set_state(state)
 
 
-_accelerator = torch.accelerator.current_accelerator()  # of this build; asks no driver
-_device_module = None if _accelerator is None else torch.get_device_module(_accelerator)
+_device_module = torch.get_device_module()  # of this build's accelerator; asks no driver
 
 
 def accelerator_is_up() -> bool:
@@ -493,9 +489,8 @@ def keep_dynamo_out(module: ModuleType) -> None:
     own = [v for v in vars(module).values() if getattr(v, "__module__", None) == module.__name__]
     own += [part for kind in own if isinstance(kind, type) for part in vars(kind).values()]
     for part in own:
-        function = part.fget if isinstance(part, property) else part
-        if isinstance(function, FunctionType):
-            _skip_in_dynamo(function.__code__)
+        if isinstance(part, FunctionType):
+            _skip_in_dynamo(part.__code__)
 
 
 def _skip_in_dynamo(code: CodeType) -> None:
