@@ -42,8 +42,8 @@ def open_container(value: Any) -> Container | None:
     node = _torch.PYTREE_NODES.get(kind)
     if node is not None:
         children, context = node.flatten_fn(value)
-        keys = value if isinstance(value, dict) else range(len(children))
-        parts = dict(zip(keys, children, strict=True))
+        has_keys = isinstance(value, dict) and len(value) == len(children)
+        parts = dict(zip(value if has_keys else range(len(children)), children, strict=True))
         return Container(parts, lambda parts: node.unflatten_fn(list(parts.values()), context))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         parts = dict(zip(map(Field, value._fields), value, strict=True))

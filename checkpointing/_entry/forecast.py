@@ -131,7 +131,7 @@ def _put_back(run: _Rehearsal) -> Iterator[None]:
             yield
     finally:
         for base, required_grad, moment in run.moments.values():
-            if base.requires_grad != required_grad:
+            if base.requires_grad and not required_grad:
                 base.detach_()
             moment.go_back()
         for module, buffers in run.buffers.items():

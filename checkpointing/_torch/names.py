@@ -489,8 +489,9 @@ def keep_dynamo_out(module: ModuleType) -> None:
     own = [v for v in vars(module).values() if getattr(v, "__module__", None) == module.__name__]
     own += [part for kind in own if isinstance(kind, type) for part in vars(kind).values()]
     for part in own:
-        if isinstance(part, FunctionType):
-            _skip_in_dynamo(part.__code__)
+        function = part.fget if isinstance(part, property) else part
+        if isinstance(function, FunctionType):
+            _skip_in_dynamo(function.__code__)
 
 
 def _skip_in_dynamo(code: CodeType) -> None:
