@@ -145,9 +145,8 @@ class NoGradView(Held):
             return base.view_as(base)  # type: ignore[no-any-return]
 
 
-def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
-    """Hold a tensor without its graph. `role` tells the inputs of a region apart, the same in each
-    run; None: the name does."""
+def hold(tensor: Tensor, saver: Saver, name: Name) -> Held:
+    """Hold a tensor without its graph."""
     if _is_referenced(tensor, saver):
         parameter = tensor if tensor._base is None else _alias(tensor)
         return Aliased(parameter, name, True)
@@ -165,15 +164,18 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
     if owner is not None:
         if getattr(owner, "complete", False):  # a block around was left before this one
             return Aliased(alias, name)
-        owner.announce(role or name, tensor)
+        owner.announce(name, tensor)
     return InSlot(pack(alias), name, unpacked, owner)
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """An alias without graph. A subclass runs operators for it, which must not be recorded."""
+    """An alias without graph. A subclass runs operators for it, which must not be recorded, and
+    may forget attributes."""
     if type(tensor) is Tensor:
         return _torch.alias(tensor)
-    return without_recording(_torch.alias, tensor)
+    alias = without_recording(_torch.alias, tensor)
+    vars(alias).update({**vars(tensor), **vars(alias)})
+    return alias
 
 
 def hold_argument(tensor: Tensor, hooks: Hooks | None, name: Name) -> Held:

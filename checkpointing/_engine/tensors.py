@@ -19,12 +19,7 @@ def named(name: Name, tensor: Tensor | None = None) -> str:
     if isinstance(name, tuple):
         parent, key = name
         name = f"{named(parent)}.{key}" if isinstance(key, Field) else f"{named(parent)}[{key!r}]"
-    if isinstance(name, str):
-        text = name
-    elif name is None:
-        text = "a tensor that it saved"
-    else:
-        text = f"an input of {name}"
+    text = name if isinstance(name, str) else f"an input of {name}"
     if tensor is None:
         return text
     shape = tuple(_torch.shape_of(tensor))

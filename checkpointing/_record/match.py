@@ -49,6 +49,7 @@ class Matcher:
         self._outside: dict[int | None, int] = {}  # by storage: the first cell from outside there
         self._made: dict[int | None, int] = {}  # by storage: a cell there; of so many cells:
         self._looked_at = 0
+        self._meeting: dict[int, int] = {}  # by storage: the place among those that are met now
 
     def find(self, following: tuple[Step, ...], call: Any, given: Any) -> Step | None:
         """Which of these steps a call is, if any. Then tensors that it meets take their cells."""
@@ -147,9 +148,10 @@ class Matcher:
         held = self._store.held
         if known is not None and ((known, NOT_WRITTEN) in held or self._is_at(known, place)):
             return known
-        for number, other in enumerate(met) if met else ():
-            if _storage_of(other) == place:
-                return len(cells) + number
+        number = self._meeting.get(place, len(met))
+        if number < len(met) and _storage_of(met[number]) == place:
+            return len(cells) + number
+        self._meeting[place] = len(met)
         if not is_whole:
             if self._is_made(place):
                 return ON_MADE

@@ -118,7 +118,7 @@ class Store:
             # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`).
             if asked.is_hidden or asked.is_lent or (hooks is not None and self._is_apart()):
                 hooks = None
-            self._hold_as(asked, tensor, hooks, asked.reader, "an input")
+            self._hold_as(asked, tensor, hooks, asked.reader or "a tensor that it saved")
             if asked.is_lent:
                 self.held[asked.value].is_parameter = True
         if asked.is_copied:
@@ -169,14 +169,12 @@ class Store:
         is_moved = mover is not None and mover.takes(tensor)
         self._hold_as(asked, tensor, mover if is_moved else self.hooks, "a kept tensor")
 
-    def _hold_as(
-        self, asked: Hold, tensor: Tensor, hooks: Any, name: Any, role: object = None
-    ) -> None:
+    def _hold_as(self, asked: Hold, tensor: Tensor, hooks: Any, name: Any) -> None:
         held: Any = None
         try:
-            held = hold(tensor, hooks, name, role)
+            held = hold(tensor, hooks, name)
         finally:  # a hook of the user may raise, and the block go on
-            self.held[asked.value] = held or hold(tensor, None, name, role)
+            self.held[asked.value] = held or hold(tensor, None, name)
             if not asked.is_hidden:
                 self._new.append(asked)
 
