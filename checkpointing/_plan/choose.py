@@ -25,9 +25,10 @@ def choose(stretch: Stretch, peak: int | None = None) -> Filling:
     stretch.allow_cuts_at_blocks()
     cutting = Cutting(stretch)
     least, cuts = cutting.least_peak()
-    most = int(least * (1 + _MOST_SLACK)) if peak is None else peak
-    by_hand, cuts = _by_hand(stretch, cuts, most)
-    target = max(least, by_hand if peak is None else peak)
+    by_hand, cuts = _by_hand(stretch, cuts, int(least * (1 + _MOST_SLACK)))
+    target = by_hand or least
+    if peak is not None:
+        target = max(peak, min(least, target))
     best = _filled(cutting, cuts, target)
     if peak is None:
         bare = Filling(stretch, cuts)
