@@ -12,7 +12,14 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import checkpointing
-from checkpointing import CheckpointError, checkpoint_scope, checkpointed, keep, offload
+from checkpointing import (
+    CheckpointError,
+    MismatchError,
+    checkpoint_scope,
+    checkpointed,
+    keep,
+    offload,
+)
 from checkpointing.torch_compat import checkpoint
 
 pytestmark = NO_ROOM
@@ -316,3 +323,43 @@ def test_storages_are_known_by_the_tensors_on_them_and_not_held(region, no_gc):
     for _ in range(3):
         assert gradients(REGIONS[region](function)) == want
     assert all(storage.expired() for storage in storages)
+
+
+@pytest.mark.parametrize("outer", RERUNS)
+@pytest.mark.parametrize("inner", ["scope", "replay", "planned"])
+def test_a_table_that_the_first_call_makes_is_not_taken_for_what_it_is_made_from(outer, inner):
+    """In the forward an input of `cos`, in the rerun one of `mul`: as large, in the same slot."""
+    table = []
+
+    def program(x, w):
+        if not table:
+            table.append(w.detach().cos())
+        return (x @ x).sin() * table[0]
+
+    region = RERUNS[outer](REGIONS[inner](program))
+    with pytest.raises(MismatchError, match="another input of a region inside"):
+        gradients(region)
+    assert gradients(region) == gradients(program)
+
+
+class Named(torch.Tensor):
+    """A tensor with an attribute, as masks and images have."""
+
+    def __new__(cls, tensor, power):
+        made = tensor.as_subclass(cls)
+        made.power = power
+        return made
+
+
+@pytest.mark.parametrize("outer", REGIONS)
+@pytest.mark.parametrize("inner", RERUNS)
+def test_attributes_of_inputs_are_there_in_a_rerun(outer, inner):
+    def with_input(through):
+        def program(x, w):
+            call = through(lambda named: (x @ w) * named.as_subclass(torch.Tensor) ** named.power)
+            return call(Named(w.detach().exp(), 3))
+
+        return program
+
+    region = lambda call: REGIONS[outer](RERUNS[inner](call))
+    assert gradients(with_input(region)) == gradients(with_input(plain))

@@ -178,8 +178,9 @@ def _complaint(plan: Plan, asked: Placement, least: int) -> str:
     """What to say of a budget, or of a peak, that is too small; others keep at least this."""
     budget, _, peak = asked
     if peak is not None and plan.peak > peak:
-        why = "this block needs more in any plan. The least peak possible"
-        return f"auto(peak={peak}): {why} is {plan.peak} bytes."
+        why = "this block needs more. The least peak possible"
+        other = "A small auto(budget=...) may need less, and repeats more."
+        return f"auto(peak={peak}): {why} is {plan.peak} bytes. {other}"
     if budget is None:
         return ""
     if least > budget:

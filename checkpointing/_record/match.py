@@ -97,7 +97,7 @@ class Matcher:
             is_alike = type(arg) is known.kind and len(arg) == len(known.items)
             return is_alike and all(map(self.matches, known.items, arg, repeat(met)))
         if kind is Varying:
-            return known.kind is type(arg) and _is_plain(arg)
+            return known.kind is type(arg) and _may_vary(arg)
         return known is arg or _are_same(known, arg)
 
     def comes_from_there(self, first: First, arg: Any, met: list[Tensor]) -> bool:
@@ -118,7 +118,8 @@ class Matcher:
     def find_with_other_numbers(
         self, following: tuple[Step, ...], call: Any, given: Any
     ) -> Step | None:
-        """A known next step that differs in numbers alone. It will not compare them any more."""
+        """A known next step that differs in numbers, sizes or generators alone. It will not compare
+        them any more."""
         for step in following:
             if step.call != call:
                 continue
@@ -216,11 +217,11 @@ def _bits(number: Any) -> Any:
 
 
 def _are_numbers(known: Any, arg: Any) -> bool:
-    """Whether two arguments are plain numbers, or sizes, of one kind."""
-    return type(known) is type(arg) and _is_plain(known) and _is_plain(arg)
+    """Whether two arguments are of one kind, of which each run may have its own."""
+    return type(known) is type(arg) and _may_vary(known) and _may_vary(arg)
 
 
-def _is_plain(number: Any) -> bool:
+def _may_vary(number: Any) -> bool:
     if type(number) in (list, tuple, torch.Size):
         return {*map(type, number)} <= {int, float}
-    return type(number) in (int, float, complex)
+    return type(number) in (int, float, complex, torch.Generator)

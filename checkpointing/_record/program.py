@@ -105,7 +105,7 @@ class Parts:
 
 @dataclass(slots=True, eq=False)
 class Varying:
-    """A number, or a size, that has not always been the same: each run has its own."""
+    """A number, size or generator that has not always been the same: each run has its own."""
 
     kind: type
 

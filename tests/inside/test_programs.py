@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from changing import CASES, check
-from oracle import memory_of
+from oracle import memory_of, python_calls
 from torch import nn
 
 from checkpointing import _torch, auto, checkpoint_scope, clear_programs, forecast, keep
@@ -435,6 +435,23 @@ def test_recording_takes_no_longer_for_each_view_of_a_memory(monkeypatch):
         return len(looks)
 
     assert recorded(80) < 2.2 * recorded(40)
+
+
+@pytest.mark.parametrize("operator", [torch.stack, torch._foreach_norm])
+def test_following_takes_no_longer_for_each_tensor_of_a_list(operator):
+    """Those that are met at once, from outside, are compared by their storages."""
+
+    def followed(count):
+        tensors = [torch.ones(2, requires_grad=True) for _ in range(count)]
+
+        def step():
+            with checkpoint_scope():
+                return operator(tensors)
+
+        step()
+        return python_calls(step)
+
+    assert followed(200) < 2.2 * followed(100)
 
 
 @pytest.mark.parametrize("policy", [None, auto()], ids=str)

@@ -67,6 +67,26 @@ def test_threads_through_one_site(door, quick_switches):
 
 
 @pytest.mark.parametrize("door", [scope, replay, planned])
+def test_each_step_may_bring_a_generator_of_its_own(door):
+    """Nothing is recorded but in the first one."""
+
+    def draws(x, generator):
+        return x * torch.rand(4, generator=generator).exp() * torch.rand(4, generator=generator)
+
+    def step(run, seed):
+        generator, x = torch.Generator().manual_seed(seed), torch.ones(4, requires_grad=True)
+        run(x, generator).sum().backward()
+        return bits([x.grad, generator.get_state()])
+
+    region, calls = door(draws), []
+    for seed in (1, 2, 3, 4):
+        found = []
+        calls.append(python_calls(lambda: found.append(step(region, seed))))  # noqa: B023
+        assert found == [step(draws, seed)]
+    assert calls[0] > 2 * max(calls[1:]), calls
+
+
+@pytest.mark.parametrize("door", [scope, replay, planned])
 def test_a_run_that_is_over_may_live_while_others_change_the_program(door):
     """Its graph does. Only the first run of each kind is recorded."""
     region = door(lambda x, n: x.sin().exp() if n else x.cos().tanh())
