@@ -98,16 +98,21 @@ def test_copies_that_are_not_deep():
 
 
 def test_code_that_a_rerun_skips_is_the_first_to_read():
-    """The scope then takes its inputs in another order, and nothing tells them apart."""
-    x, w = leaf(), torch.rand(4, 4)
+    """The scope then takes its inputs in another order. Their readers alone tell them apart."""
+    x, v, w = leaf(), torch.rand(4, 4), torch.rand(4, 4)
 
-    def body(x):
-        if not is_recomputing():
-            w.sum()
-        return (x.sin() * w.exp()).cos() * (x * w.sin())
+    def gradient(run, reader):
+        def body(x):
+            if not is_recomputing():
+                reader(w)
+            return (x.sin() * v.exp()).cos() * (x * w.exp())
 
-    have, want = (torch.autograd.grad(f(x * 1).sum(), x)[0] for f in (checkpointed(s(body)), body))
-    assert not torch.equal(have, want)
+        return torch.autograd.grad(run(body)(x * 1).sum(), x)[0]
+
+    region = lambda body: checkpointed(s(body))
+    with pytest.raises(checkpointing.MismatchError):
+        gradient(region, torch.sum)
+    assert not torch.equal(gradient(region, torch.exp), gradient(lambda body: body, torch.exp))
 
 
 def test_tensors_whose_memory_is_exchanged_in_a_block():

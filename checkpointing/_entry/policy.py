@@ -316,9 +316,9 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
         TypeError, ValueError: if `budget` or `peak` is no number of bytes, or both are given.
 
     Warns:
-        UserWarning: at the end of a block, if the budget has no room for one checkpoint of it, or
-            if no plan stays under the peak. The warning names a budget that is enough, or the least
-            peak, and the plan is the one with the least peak.
+        UserWarning: at the end of a block, if the budget has no room for checkpoints that lower the
+            peak, or if no plan stays under the peak. The warning names a budget that is enough, or
+            the least peak, and the plan is the one with the least peak.
 
     A budget bounds the kept values, not the peak. A step also needs its inputs, parameters and
     states of random generators, the values that the model holds itself, and, in backward, the
