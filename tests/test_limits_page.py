@@ -103,9 +103,10 @@ def test_code_that_a_rerun_skips_is_the_first_to_read():
 
     def gradient(run, reader):
         def body(x):
+            y = x.sin()
             if not is_recomputing():
                 reader(w)
-            return (x.sin() * v.exp()).cos() * (x * w.exp())
+            return (y * v.exp()).cos() * (x * w.exp())
 
         return torch.autograd.grad(run(body)(x * 1).sum(), x)[0]
 
