@@ -233,6 +233,19 @@ def weights_that_autocast_has_cast(door):
     return with_a_cast_weight(door, False) + with_a_cast_weight(door, True)
 
 
+@program()
+def steps_inside_one_autocast(door):
+    """The optimizer writes weights whose casts autocast goes on with."""
+    linear, seen = nn.Linear(4, 4), []
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            x = leaf()
+            door(lambda x: linear(linear(x).sin()))(x).float().square().sum().backward()
+            torch.optim.SGD(linear.parameters(), 0.5).step()
+            seen += [x.grad, linear.weight.detach().clone()]
+    return seen
+
+
 test_programs_are_plains = program.test()
 
 

@@ -116,15 +116,14 @@ class Ambient:
         return context
 
     def _enter_autocast(self, is_on: bool, undo: Undo) -> None:
-        """Enter autocast without the casts of weights that it has cached, and leave none behind."""
+        """Enter autocast. If it is on around the backward, its casts of weights are mostly those of
+        the forward. If not, leave no casts behind."""
         undo += _autocast_state()
         for kind in _torch.autocast_device_types():
             torch.set_autocast_enabled(kind, False)
         for setter, value in self._autocast:
             setter(value)
-        if is_on:  # the casts of the autocast around the backward must stay
-            torch.set_autocast_cache_enabled(False)
-        else:
+        if not is_on:
             torch.clear_autocast_cache()
             undo.append((lambda _: torch.clear_autocast_cache(), None))
 
