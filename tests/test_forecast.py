@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import bits, rerun, scope, through
+from oracle import bits, leaf, rerun, scope, through
 from programs import Block
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -207,6 +207,25 @@ def test_the_step_after_a_forecast_is_that_without_one():
 def test_a_function_in_which_nothing_is_saved_is_an_error():
     with pytest.raises(ValueError, match="autograd saves nothing"):
         forecast(lambda: torch.ones(3).sin())
+
+
+def test_a_backward_in_the_function_is_an_error_unless_its_gradients_are_in_the_loss():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), leaf(4, 8)
+    before = bits(model.state_dict())
+
+    def step():
+        model(x).sum().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        return model(x).sum()
+
+    def penalty():
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return (grad.norm(2, 1) - 1).square().mean()
+
+    with pytest.raises(ValueError, match="leave backward and the optimizer out"):
+        forecast(step)
+    assert bits(model.state_dict()) == before
+    assert forecast(penalty).rows[0].write == "plain"
 
 
 def test_checkpoints_that_hide_what_is_saved_are_an_error():

@@ -108,6 +108,11 @@ class _Rehearsal(Run):
             calls.pop()
         calls.append((begin, len(self.path)))
 
+    def may_begin_anew(self) -> bool:
+        if super().may_begin_anew():
+            raise ValueError("forecast: leave backward and the optimizer out of the function.")
+        return False
+
     def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
         if step.effect or step.updates:
             for tensor in step.written(args, kwargs):
@@ -164,8 +169,8 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
         of the optimizer.
 
     Raises:
-        ValueError: if autograd saves nothing in the function, or if checkpoints of another library
-            hide what it saves.
+        ValueError: if autograd saves nothing in the function, if a backward runs in it, or if
+            checkpoints of another library hide what it saves.
 
     Example:
         >>> import torch
