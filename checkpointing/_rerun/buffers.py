@@ -35,12 +35,6 @@ class Moment:
         self.values = without_recording(lambda: [*map(Tensor.clone, memory)])
         self._versions = [tensor._version for tensor in tensors]
 
-    def renew(self, those: Set[int]) -> None:
-        for i, tensor in enumerate(self.tensors):
-            if id(tensor) in those:
-                self.values[i] = without_recording(self.memory[i].clone)
-                self._versions[i] = tensor._version
-
     def go_back(self) -> None:
         without_recording(_torch.overwrite, self.memory, self.values)
         _torch.set_versions(self.tensors, self._versions)
@@ -113,16 +107,11 @@ class Buffers:
         self._has_ended = True
 
     def _see_what_has_grown(self) -> None:
-        """Where a number has changed, a buffer that is not persistent is a cache that the number
-        describes (the length of rotary embeddings): a rerun finds it as the region has left it."""
-        grown: set[int] = set()
+        """Where a number has changed, a buffer that is not persistent and has been set anew is a
+        cache that the number describes (the length of rotary embeddings): a rerun finds the one
+        that the region has left."""
         for module, buffers, numbers in self._entries:
-            grown |= _take_grown(module, numbers, buffers)
-        if grown:
-            self.then.renew(grown)
-            for buffer in self._guarded:
-                if id(buffer.packed) in grown:
-                    buffer.renew()
+            buffers.update(_grown(module, numbers, buffers))
 
     def written(self, frame: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward.
@@ -155,7 +144,7 @@ class Buffers:
             _set_flags(self._flags)
         for module, buffers, _ in self._entries:
             now = dict(_torch.buffers_of_module(module)[0])
-            undo.append((partial(_put_back, module, _numbers_of(module)), now))
+            undo.append((partial(_put_back, module, _numbers_of(module), buffers), now))
             _set(module, buffers)
         if self.then.tensors:
             parts = [part for each in self.then.tensors for part in _torch.plain_parts(each)]
@@ -212,21 +201,20 @@ def _numbers_of(module: nn.Module) -> list[Any]:
     return [each for each in parts if type(each) is not list or ATOMS.issuperset(map(type, each))]
 
 
-def _take_grown(module: nn.Module, numbers: list[Any], buffers: dict[str, Any]) -> set[int]:
-    """Put the caches of a module among these buffers, if its numbers have changed."""
+def _grown(module: nn.Module, numbers: list[Any], then: dict[str, Any]) -> dict[str, Any]:
+    """The caches that a module has set anew, and described by other numbers, since it had these."""
     if numbers == _numbers_of(module):
-        return set()
+        return {}
     now, caches = _torch.buffers_of_module(module)
-    grown = {name: now[name] for name in caches & now.keys()}
-    buffers.update(grown)
-    return {*map(id, grown.values())}
+    return {name: now[name] for name in caches & now.keys() if now[name] is not then.get(name)}
 
 
-def _put_back(module: nn.Module, numbers: list[Any], buffers: dict[str, Any]) -> None:
-    """Give a module the buffers and, unless it has grown them since, the caches that it had before
-    the rerun. It had these numbers then."""
-    _take_grown(module, numbers, buffers)
-    _set(module, buffers)
+def _put_back(
+    module: nn.Module, numbers: list[Any], entered: dict[str, Any], before: dict[str, Any]
+) -> None:
+    """Give a module the buffers that it had before the rerun, which it entered with others; but
+    caches that the rerun has grown stay."""
+    _set(module, {**before, **_grown(module, numbers, entered)})
 
 
 def _set(module: nn.Module, buffers: dict[str, Any]) -> None:
