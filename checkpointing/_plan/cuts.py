@@ -109,7 +109,9 @@ class Cutting:
                     there = best[segment.end]
                     held = held_by[segment.reads]
                     work = label.work + segment.work if most > 1 else 0.0
-                    if held > limit or any(x.held <= held and x.work <= work for x in there):
+                    if held > limit:
+                        break  # longer ones read as much, or more
+                    if any(x.held <= held and x.work <= work for x in there):
                         continue
                     left = min(label.room - before_by[segment.reads], peak - segment.need - held)
                     kept = label.kept.union(opening.across[: segment.reads])

@@ -39,7 +39,7 @@ def find_decisions(known: Memories, step: Step, results: Iterable[Tensor], store
         return
     made = dict(zip(map(known.value, cells), results, strict=True))
     decided: dict[Value, Tensor] = {}
-    if step.info.sizes_depend_on_data and unsure:
+    if step.info.sizes_depend_on_data:
         decided = {value: read for value, read in unsure.items() if not _is_rounded(read)}
         # Of rounded numbers alone (`unique`), the results are all there is to hold.
         if not decided and unsure.keys() == {*step.reads}:

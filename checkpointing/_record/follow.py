@@ -181,8 +181,7 @@ class Follower(TorchDispatchMode, Position, Region):
         if step.draws and store.has_drawn(step, state):
             self._later += [partial(self._obey, True, tensor) for tensor in tensors_of(result)]
         self._has_run(step, args, kwargs, result)
-        if step.keeps or self._ask is not None:
-            self._decide(step, args, kwargs, result)
+        self._decide(step, args, kwargs, result)
         return result
 
     def _has_run(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
@@ -362,9 +361,9 @@ class Follower(TorchDispatchMode, Position, Region):
     def _is_innermost(self) -> bool:
         """Whether no other run has been entered inside this one."""
         region = self._here["region"]
-        while region is not None and not isinstance(region, Follower):
+        while not isinstance(region, Follower | None):
             region = region.outer
-        return region is None or region is self
+        return region in (None, self)
 
 
 def _dispatches(kind: type[Tensor]) -> bool:

@@ -49,7 +49,7 @@ class Gathering:
         for tensor in [cells[cell]() for cell in self._alive]:
             if _torch.has_storage(tensor) and not self._run.known.has_met(tensor):
                 key = id(tensor), _torch.version(tensor)
-                if key not in self._kept or self._kept[key]() is not tensor:
+                if self._kept.get(key, lambda: None)() is not tensor:
                     self._run.keep_at(tensor)
                     self._kept[key] = ref(tensor)
         self._cut_at = len(cells)

@@ -231,12 +231,13 @@ class Program:
         self.expected: Any = None  # the plan of the last run
         self.largest = 0  # bytes that autograd saved in the run after which it was recorded anew
         self.is_advised = False  # whether its user has been told of `auto()`
-        self.writer: Any = None  # a weak reference to the run that may change the tree
+        # A weak reference to the run that may change the tree.
+        self.writer: Callable[[], Any] = lambda: None
 
     def is_written_by(self, run: Any) -> bool:
         """Whether this run may change the tree: until it is over, no other run may."""
         with _lock:
-            writer = self.writer and self.writer()
+            writer = self.writer()
             if writer is None or writer.is_over:
                 self.writer = ref(run)
                 return True
