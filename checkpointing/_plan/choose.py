@@ -25,7 +25,8 @@ def choose(stretch: Stretch, peak: int | None = None) -> Filling:
     stretch.allow_cuts_at_blocks()
     cutting = Cutting(stretch)
     least, cuts = cutting.least_peak()
-    by_hand, cuts = _by_hand(stretch, cuts, int(least * (1 + _MOST_SLACK)))
+    most = int(least * (1 + _MOST_SLACK)) if peak is None else max(peak, least)
+    by_hand, cuts = _by_hand(stretch, cuts, most)
     target = by_hand or least
     if peak is not None:
         target = max(peak, min(least, target))

@@ -111,7 +111,7 @@ def _planned(model: Model, asked: Placement, others: int) -> Plan:
         halves = [enough >> n for n in range(1, _MOST_HALVES + 1)]
         plans = map(partial(_in_pieces, stretch), [rest, *[n for n in halves if n < rest]])
         best = next((plan for plan in plans if plan.peak <= best.peak), best)
-        # Less budget never means a larger peak.
+        # Less budget should not mean a larger peak.
         for larger in reversed([n for n in halves if rest < n]):
             plan = _in_pieces(stretch, larger)
             if best.peak <= plan.peak and best.nbytes < enough:
