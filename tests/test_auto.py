@@ -729,6 +729,28 @@ def test_small_budgets_need_what_was_predicted_and_no_more_than_larger_ones():
     assert peaks == sorted(peaks, reverse=True)
 
 
+@NO_ROOM
+@pytest.mark.parametrize("holds_states", [False, True])
+def test_what_the_user_holds_takes_nothing_from_a_budget(holds_states):
+    """The last value, in a variable, and hidden states in a list: the plan keeps the others."""
+    layers, held = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))] * 8, []
+
+    def run():
+        x = torch.ones(256, 64, requires_grad=True)
+        with checkpoint_scope(auto(budget=run.budget)) as run.scope:
+            states = [x := x + layer(x) for layer in layers]
+            loss = x.square().mean()
+        held[:] = states if holds_states else ()
+        return loss
+
+    for run.budget in range(100_000, 2_000_000, 100_000):
+        clear_programs()
+        for _ in range(2):
+            run().backward()
+        held.clear()
+        assert bytes_of(run)[1] <= 1.05 * run.scope.stats.peak_predicted
+
+
 def test_a_peak_is_kept_and_costs_no_more_than_a_smaller_one():
     """From the least one to plain's: measured by the profiler."""
     forward = programs.transformer(8, 64)

@@ -301,7 +301,8 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
     Args:
         budget: the most bytes that the block keeps for backward, at any moment of the forward. An
             int, or text such as `"1.5 GiB"` or `"200 MB"`. The results that are most expensive to
-            recompute per byte are kept first. None: the plan bounds the peak of the step instead.
+            recompute per byte are kept first. Results that your code still holds when the block
+            ends do not count. None: the plan bounds the peak of the step instead.
             The bound is the peak of a checkpoint around each block that the program repeats, or the
             least peak possible, if such checkpoints need over half more. A block for which
             autograd saves less than 8 KiB is recomputed as a whole.

@@ -12,7 +12,7 @@ taken in pieces (`Run`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence, Set
 from functools import partial
 from itertools import pairwise
 from operator import add, attrgetter
@@ -30,6 +30,7 @@ class Plan:
 
     peak = 0  # simulated
     nbytes = 0  # of what it keeps, in its budget
+    counted: Set[int] = frozenset()  # the memories that these bytes are: nobody else holds them
     exceeds = False  # whether it keeps more than its budget, which has no room for a checkpoint
     size = 0  # bytes that autograd saves, as the plan assumes
     first_size = 0  # those of the run whose bytes the steps have
@@ -135,6 +136,7 @@ def _laid_over(choice: Filling) -> Plan:
     """The plan that keeps this."""
     model = choice.model
     plan = Plan(model.path, model.values(choice.kept), choice.cuts)
+    plan.counted = {number for number in choice.kept if model.memories[number].cost}
     plan.peak, plan.nbytes = choice.peak, choice.nbytes
     return plan
 
@@ -199,12 +201,12 @@ def attach(plan: Plan, old: Plan | None) -> None:
     for step in path.steps if old is not None else ():
         if step.keeps:
             step.keeps = tuple([each for each in step.keeps if each[0] is not old])
-    counted: set[int] = set()
+    to_count = set() if plan.exceeds else {*plan.counted}
     for value in sorted(plan.kept):
         memory = path.memory_of[value[0]]
-        counts = memory not in counted and not plan.exceeds
-        path.steps[path.there_after(value)].keeps += ((plan, Hold(value, memory, None), counts),)
-        counted.add(memory)
+        kept = plan, Hold(value, memory, None), memory in to_count
+        path.steps[path.there_after(value)].keeps += (kept,)
+        to_count.discard(memory)
 
 
 _MOST_HALVES = 6  # of what the least peak needs: smaller budgets have no room for a checkpoint
