@@ -116,6 +116,22 @@ def test_code_that_a_rerun_skips_is_the_first_to_read():
     assert not torch.equal(gradient(region, torch.exp), gradient(lambda body: body, torch.exp))
 
 
+@pytest.mark.parametrize("outer", [c, s])
+def test_results_of_a_subclass_come_to_a_rerun_inside_as_plain_tensors(outer):
+    class Named(torch.Tensor):
+        pass
+
+    kinds, x = [], leaf()
+
+    def inner(named):
+        kinds.append(type(named))
+        return named.as_subclass(torch.Tensor).exp()
+
+    outer(lambda x: c(inner)(x.sin().as_subclass(Named)).sin())(x).sum().backward()
+    assert kinds[0] is Named
+    assert kinds[-1] is torch.Tensor
+
+
 def test_tensors_whose_memory_is_exchanged_in_a_block():
     """Noticed where the reader is recorded, not where a later step alone does it."""
 
