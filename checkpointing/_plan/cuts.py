@@ -1,14 +1,14 @@
 """Where to cut a stretch, so that no segment needs more than a peak.
 
-A dynamic program goes over the positions at which a cut may be. At each it has two *labels*: of the
-ways to cut what lies before, the one that holds the fewest bytes, and the one that repeats the
-least work. Bisection over the peak finds the least one.
+A dynamic program goes over the positions at which a cut may be. At each it has a few *labels*: ways
+to cut what lies before, by the bytes that they hold and the work that they repeat, none of them
+worse in both. Bisection over the peak finds the least one.
 
 Invariant: `need` of a segment is what its backward needs at once if its window delivers all that
 was saved in it and made in it, beside what is kept before it.
 
 Rejected: placing cuts while the block runs, by what is alive at that moment: what is alive is not
-what will be read. More labels: eight repeat 0.005 of a forward less, and plan for twice as long.
+what will be read.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Cutting:
 
     def cuts(self, peak: int, budget: int | None = None, counts_work: bool = True) -> list[Cuts]:
         """Cuts under which no segment needs more than `peak`: those under which the least is held,
-        and those under which the least runs again."""
+        and others, under which less runs again."""
         stretch, memories = self.stretch, self.stretch.memories
         best: dict[int, list[Label]] = defaultdict(list)
         best[stretch.first] = [Label(0, 0.0, peak, frozenset(), ())]
@@ -129,11 +129,12 @@ class Cutting:
 
 
 def _add(labels: list[Label], new: Label) -> None:
-    """Add a label, and leave the one that holds least, and the one that repeats least."""
-    labels.append(new)
-    first = min(labels, key=lambda label: (label.held, label.work))
-    other = min(labels, key=lambda label: (label.work, label.held))
-    labels[:] = [first] if first is other else [first, other]
+    """Add a label in place of those that hold as much, and repeat as much."""
+    better = [each for each in labels if each.held < new.held or each.work < new.work]
+    labels[:] = sorted([*better, new], key=lambda label: label[:2])
+    if len(labels) > _MOST_LABELS:  # leave out the one that is most like its neighbours
+        inner = range(1, _MOST_LABELS)
+        del labels[min(inner, key=lambda n: labels[n + 1].held - labels[n - 1].held)]
 
 
 class Opening:
@@ -184,3 +185,6 @@ class Opening:
                     work += works[index]
             if end in ends:
                 yield Segment(end, bisect_right(self._ends, end), need, work, worst)
+
+
+_MOST_LABELS = 4  # eight repeat 0.005 of a forward less, but the first step takes longer
