@@ -288,15 +288,6 @@ def of_global(module):
     return by_global
 
 
-def first_of_global(x):
-    return NORM[0](x)
-
-
-def of_global_list(module):
-    of_global([module])
-    return first_of_global
-
-
 def of_global_in_parts(module):
     of_global(module)
     return lambda x: sum([NORM(part) for part in (x,)])
@@ -319,7 +310,6 @@ PLACES = {
     ),
     "default": lambda door, m: door(lambda x, m=m: m(x)),
     "global that its code names": lambda door, m: door(of_global(m)),
-    "global list": lambda door, m: door(of_global_list(m)),
     "global that a function in a region names": lambda door, m: door(
         checkpointed(of_global(m), backend="replay")
     ),

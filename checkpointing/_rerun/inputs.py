@@ -85,8 +85,8 @@ class Inputs:
         code, scope = function.__code__, function.__globals__
         for each in (code, *_codes_in(code)):
             for name in each.co_names:
-                if name in scope:
-                    self._add_modules((scope[name], *items_of(scope[name])))
+                if name in scope and isinstance(scope[name], Module):
+                    self.modules += (scope[name],)
         if function.__defaults__ or function.__kwdefaults__:
             self._hold_defaults(function)
 
@@ -119,10 +119,8 @@ class Inputs:
             for part in _wrapped_by(value):
                 self.look_at(part, depth - 1)
         else:
-            self._add_modules([*getattr(value, "__dict__", {}).values(), *items_of(value)])
-
-    def _add_modules(self, values: Iterable[Any]) -> None:
-        self.modules += tuple([each for each in values if isinstance(each, Module)])
+            parts = [*getattr(value, "__dict__", {}).values(), *items_of(value)]
+            self.modules += tuple([part for part in parts if isinstance(part, Module)])
 
 
 _WRAPPERS = (FunctionType, MethodType, partial)
