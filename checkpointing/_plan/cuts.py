@@ -79,18 +79,18 @@ class Cutting:
         """The least peak that cuts can have, and those cuts."""
         stretch = self.stretch
         low, high = 0, max(1024, *stretch.model.backward, *stretch.model.live)
-        while not (best := self.cuts(high, budget, False)):
+        while not (best := self.cuts(high, budget, 1)):
             low, high = high, 2 * high
         while high - low > max(64, high // 256):
             middle = (low + high) // 2
-            found = self.cuts(middle, budget, False)
+            found = self.cuts(middle, budget, 1)
             if found:
                 high, best = middle, found
             else:
                 low = middle
         return high, best[0]
 
-    def cuts(self, peak: int, budget: int | None = None, counts_work: bool = True) -> list[Cuts]:
+    def cuts(self, peak: int, budget: int | None = None, most: int = 8) -> list[Cuts]:
         """Cuts under which no segment needs more than `peak`: those under which the least is held,
         and others, under which less runs again."""
         stretch, memories = self.stretch, self.stretch.memories
@@ -108,7 +108,7 @@ class Cutting:
                 for segment in opening.segments(peak):
                     there = best[segment.end]
                     held = held_by[segment.reads]
-                    work = label.work + segment.work if counts_work else 0.0
+                    work = label.work + segment.work if most > 1 else 0.0
                     if held > limit:
                         break  # longer ones read as much, or more
                     if any(x.held <= held and x.work <= work for x in there):
@@ -116,7 +116,7 @@ class Cutting:
                     left = min(label.room - before_by[segment.reads], peak - segment.need - held)
                     kept = label.kept.union(opening.across[: segment.reads])
                     if left >= 0 and self._fits(held, kept, segment.worst, peak):
-                        _add(there, Label(held, work, left, kept, (*label.cuts, start)))
+                        _add(there, Label(held, work, left, kept, (*label.cuts, start)), most)
         return [label.cuts[1:] for label in best[stretch.last]]
 
     def _fits(self, held: int, kept: Iterable[int], worst: int, peak: int) -> bool:
@@ -128,13 +128,12 @@ class Cutting:
         return self.stretch.cost(dead) <= room
 
 
-def _add(labels: list[Label], new: Label) -> None:
+def _add(labels: list[Label], new: Label, most: int) -> None:
     """Add a label in place of those that hold as much, and repeat as much."""
     better = [each for each in labels if each.held < new.held or each.work < new.work]
     labels[:] = sorted([*better, new], key=lambda label: label[:2])
-    if len(labels) > _MOST_LABELS:  # leave out the one that is most like its neighbours
-        inner = range(1, _MOST_LABELS)
-        del labels[min(inner, key=lambda n: labels[n + 1].held - labels[n - 1].held)]
+    if len(labels) > most:  # leave out the one that is most like its neighbours
+        del labels[min(range(1, most), key=lambda n: labels[n + 1].held - labels[n - 1].held)]
 
 
 class Opening:
@@ -185,6 +184,3 @@ class Opening:
                     work += works[index]
             if end in ends:
                 yield Segment(end, bisect_right(self._ends, end), need, work, worst)
-
-
-_MOST_LABELS = 4  # eight repeat 0.005 of a forward less, but the first step takes longer
