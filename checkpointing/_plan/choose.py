@@ -63,7 +63,7 @@ def choose_first(stretch: Stretch, budget: int) -> Filling:
     make that in pieces."""
     cutting = Cutting(stretch)
     least, cuts = cutting.least_peak(budget)
-    most = least if stretch.is_all else least + int(least * _SLACK_OF_PARTS)
+    most = int(least * (1 + _SLACK_OF_PARTS)) if stretch.model.is_part else least
     return _filled(cutting, cuts, most, budget)
 
 
@@ -72,7 +72,7 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     that needs more than `most`; elsewhere, these cuts."""
     peak = 0
     for run in stretch.blocks:
-        placed = {at for at in run if stretch.first < at < stretch.last}
+        placed = {at for at in run if 0 < at < stretch.model.count}
         placed.update([at for at in cuts if not run[0] <= at <= run[-1]])
         filling = Filling(stretch, sorted(placed))
         if filling.peak <= most:

@@ -60,7 +60,7 @@ class Cutting:
         """Go down once, with the end of the shortest window that reads each memory from here on."""
         stretch, model = self.stretch, self.stretch.model
         soonest: dict[int, int] = {}
-        for index in range(stretch.last - 1, stretch.first - 1, -1):
+        for index in range(model.count - 1, -1, -1):
             soonest.update(dict.fromkeys(stretch.wanted.get(index, ()), index + 1))
             ends = [soonest[number] for number in model.made[index] if number in soonest]
             if ends:
@@ -95,7 +95,7 @@ class Cutting:
         and others, under which less runs again."""
         stretch, memories = self.stretch, self.stretch.memories
         best: dict[int, list[Label]] = defaultdict(list)
-        best[stretch.first] = [Label(0, 0.0, peak, frozenset(), ())]
+        best[0] = [Label(0, 0.0, peak, frozenset(), ())]
         limit = peak if budget is None else min(peak, budget)
         for start in stretch.positions[:-1]:
             opening = self._openings[start]
@@ -117,7 +117,7 @@ class Cutting:
                     kept = label.kept.union(opening.across[: segment.reads])
                     if left >= 0 and self._fits(held, kept, segment.worst, peak):
                         _add(there, Label(held, work, left, kept, (*label.cuts, start)), most)
-        return [label.cuts[1:] for label in best[stretch.last]]
+        return [label.cuts[1:] for label in best[stretch.model.count]]
 
     def _fits(self, held: int, kept: Iterable[int], worst: int, peak: int) -> bool:
         """Whether the forward has room at this step for what is kept, and has died by then."""
@@ -168,7 +168,7 @@ class Opening:
         held = need = 0
         work, worst = 0.0, start
         seen: set[int] = set()
-        for at in range(start, stretch.last):
+        for at in range(start, stretch.model.count):
             for number in wanted.get(at, ()):
                 if number not in seen:
                     seen.add(number)

@@ -28,7 +28,7 @@ class Filling:
     ) -> None:
         self.stretch, self.most, self.budget = stretch, most, budget
         self.model, self.memories = stretch.model, stretch.memories
-        self.ends = [stretch.first, *cuts, stretch.last]
+        self.ends = [0, *cuts, self.model.count]
         self.kept: set[int] = set()
         for start, across in self._find_windows():
             if start in self.ends:
@@ -62,7 +62,7 @@ class Filling:
 
     @property
     def peak(self) -> int:
-        return max(*self.peaks, *self.forward[self.stretch.first :])
+        return max(*self.peaks, *self.forward)
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +95,7 @@ class Filling:
         self._crosses = self._find_windows()
         kept = [memories[number] for number in self.kept]
         dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
-        self.forward: list[int] = [*map(add, stretch.model.live, dead)][: stretch.last]
+        self.forward: list[int] = [*map(add, model.live, dead)][: model.count]
         spans = []
         for memory in kept:
             needed = self._first.get(memory.number, model.count)
@@ -161,7 +161,7 @@ class Filling:
         remains is at the end, where no replay has to come by it again."""
         # By position: the largest peak of the forward from there on, but for what is added here.
         forward = [*accumulate([0, *reversed(self.forward)], max)][::-1]
-        order = -1 if self.stretch.is_all else 1
+        order = 1 if self.model.is_part else -1
         before, added, backward = self.nbytes, 0, self.peaks
         worths = {index: self._worth(index, self._results(index)) for index in self.again}
         for index in sorted(worths, key=lambda index: (-worths[index], order * index)):

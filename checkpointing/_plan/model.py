@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
+from copy import copy
 from itertools import accumulate
 
 from .. import _torch
@@ -49,9 +50,20 @@ class Memory:
         # That are saved, or read by others than those who write to it.
         self.values: set[Value] = set()
 
+    def after(self, first: int) -> Memory:
+        """The same, where positions count from this one."""
+        moved = copy(self)
+        for name in ("maker", "final", "last_read", "dies"):
+            setattr(moved, name, getattr(self, name) - first)
+        moved.readers = tuple([reader - first for reader in self.readers])
+        return moved
+
 
 class Model:
     """The memories of a path: who makes, reads and writes them, and what they cost."""
+
+    first = 0  # the step of the path that is at position 0
+    is_part = False
 
     def __init__(self, path: Path, run: Run, waiting: Iterable[int], scale: float) -> None:
         """`waiting` are cells of parameters that have no gradient yet."""
@@ -181,6 +193,20 @@ class Model:
             memory.is_cheap, memory.effort = is_cheap, effort if is_cheap else math.inf
             memory.has_gradient = step.grad_mode and depends
 
+    def part(self, first: int, last: int, slots: Iterable[int]) -> Model:
+        """The steps between two positions, and these slots, as a model of their own."""
+        part = copy(self)
+        part.is_part, part.first, part.count = True, self.first + first, last - first
+        for name in ("made", "reads", "work", "live", "backward"):
+            setattr(part, name, getattr(self, name)[first:last])
+        part.saves = {}
+        for slot in self.saves.keys() & slots:
+            position, number = self.saves[slot]
+            part.saves[slot] = max(0, position - first), number
+        numbers = {number for _, number in part.saves.values()}.union(*part.made, *part.reads)
+        part.memories = {number: self.memories[number].after(first) for number in numbers}
+        return part
+
     def values(self, kept: Iterable[int]) -> set[Value]:
         """What to hold of these memories."""
         found: set[Value] = set()
@@ -215,8 +241,9 @@ class Model:
         """By position: the bytes that are there. Each is there from one position to another."""
         change = [0] * (self.count + 3)
         for first, last, nbytes in spans:
-            change[first] += nbytes
-            change[max(first, min(last, self.count)) + 1] -= nbytes
+            if first <= self.count:
+                change[first] += nbytes
+                change[max(first, min(last, self.count)) + 1] -= nbytes
         return [*accumulate(change)]
 
     def _besides(self) -> list[Span]:

@@ -66,7 +66,7 @@ class Outlook:
             else:
                 last[block] = max(last.get(block, 0), model.path.saved_after[slot])
         for begin, end in blocks:
-            read = chain.from_iterable(map(self._plain.reads.__getitem__, range(begin, end)))
+            read = chain.from_iterable(self._plain.reads[begin:end])
             held.update([number for number in read if memories[number].maker < begin])
         again = [index for (begin, _), end in last.items() for index in range(begin, end + 1)]
         inside = {at for begin, end in blocks for at in range(begin + 1, end)}

@@ -165,15 +165,20 @@ def _split(group: Group, choice: Filling, budget: int, peak: int) -> int:
     order, _ = group.path.slice_of([group.path.slots[slot].value for slot in group.slots])
     if not order:
         return 0
-    stretch = Stretch(model, choice.stretch.held | choice.kept, group.slots, order)
+    held = choice.stretch.held | choice.kept
+    saves = [model.saves[slot] for slot in model.saves.keys() & group.slots]
+    wanted = [position for position, number in saves if number not in held]
+    first, last = order[0] - model.first, max([order[-1] - model.first, *wanted])
+    stretch = Stretch(model.part(first, last + 1, group.slots), held)
     need = Filling(stretch, ()).peak
     if stretch.cost(stretch.dear & stretch.saved.keys()) <= budget:
         return need
-    first = choose_first(stretch, budget)
-    if not first.kept:
+    found = choose_first(stretch, budget)
+    if not found.kept:
         return need
-    group.split(model.values(first.kept), first.cuts)
-    return _split_all(group.parts, first, budget, peak)
+    begin = found.model.first
+    group.split(found.model.values(found.kept), [begin + cut for cut in found.cuts])
+    return _split_all(group.parts, found, budget, peak)
 
 
 def _complaint(plan: Plan, asked: Placement, least: int) -> str:

@@ -7,7 +7,7 @@ steps are another one: what lies before is held, or made by others.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from functools import cached_property
 
 from .model import Model
@@ -17,39 +17,24 @@ from .repeats import repeats
 class Stretch:
     """Steps of a path whose slots one window would bring back."""
 
-    def __init__(
-        self,
-        model: Model,
-        held: Set[int],
-        slots: Iterable[int] | None = None,
-        window: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, model: Model, held: Set[int]) -> None:
         """`held` are memories from which any window can start."""
-        self.model, self.memories = model, model.memories
-        self.is_all = not window
-        self.held = held
-        saves = model.saves if slots is None else model.saves.keys() & slots
-        wanted = [model.saves[slot] for slot in saves]
-        wanted = [(position, memory) for position, memory in wanted if memory not in self.held]
-        self.first, self.last = 0, model.count
-        if window:
-            self.first = window[0]
-            self.last = 1 + max([window[-1], *[position for position, _ in wanted]])
+        self.model, self.memories, self.held = model, model.memories, held
         # By position: memories that autograd has saved.
         self.wanted: dict[int, set[int]] = defaultdict(set)
-        for position, memory in wanted:
-            self.wanted[max(position, self.first)].add(memory)
+        for position, memory in model.saves.values():
+            if memory not in held:
+                self.wanted[position].add(memory)
         # The position down to which backward needs them.
         self.saved = {
             number: at for at in sorted(self.wanted, reverse=True) for number in self.wanted[at]
         }
-        steps = range(self.first, self.last)
-        made = {number for at in steps for number in model.made[at]} - self.held
+        made = {number for numbers in model.made for number in numbers} - held
         # A window that reads it must have made it.
-        memories = [m for m in map(self.memories.__getitem__, made) if m.maker >= self.first]
+        memories = [m for m in map(self.memories.__getitem__, made) if m.maker >= 0]
         dear = [m for m in memories if not m.is_cheap]
         self.dear = {m.number for m in dear}
-        self.reads = {at: (*filter(self.dear.__contains__, model.reads[at]),) for at in steps}
+        self.reads = [(*filter(self.dear.__contains__, read),) for read in model.reads]
         # Of as many bytes, few memories are better than many.
         spans = [(m.maker + 1, m.last_read, m.cost + _PER_MEMORY) for m in dear if m.cost]
         self.crossing = model.sums(spans)
@@ -59,19 +44,18 @@ class Stretch:
         """The ends, and positions that little crosses, or much less after the next step: in each
         part, the one that the fewest bytes cross. Parts are even in steps and in saved bytes
         together, since a stem may save most of the bytes in a few steps."""
-        crossing, first, last = self.crossing, self.first, self.last
+        crossing, count, memories = self.crossing, self.model.count, self.memories
         found = [
             p
-            for p in range(first + 1, last)
+            for p in range(1, count)
             if self.model.made[p - 1] and _is_low(*crossing[p - 1 : p + 2])
         ]
-        count, memories = self.model.count, self.memories
         there = self.model.sums((at, count, memories[n].cost) for n, at in self.saved.items())
         best: dict[int, int] = {}  # by part
         for p in sorted(found, key=crossing.__getitem__):
-            far = (p - first) / (last - first) + there[p] / max(1, there[count])
+            far = p / count + there[p] / max(1, there[count])
             best.setdefault(int(far / 2 * _MOST_CANDIDATES), p)
-        return [first, *sorted(best.values()), last]
+        return [0, *sorted(best.values()), count]
 
     @cached_property
     def blocks(self) -> list[range]:
@@ -83,7 +67,7 @@ class Stretch:
 
     def allow_cuts_at_blocks(self) -> None:
         """Blocks may begin where more crosses than at other positions."""
-        begins = {at for run in self.blocks for at in run if self.first < at < self.last}
+        begins = {at for run in self.blocks for at in run if 0 < at < self.model.count}
         self.positions = sorted(begins.union(self.positions))
 
     def _are_worth_it(self, run: range) -> bool:
