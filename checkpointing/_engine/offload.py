@@ -77,8 +77,8 @@ class Moved(Held):
     """An offloaded tensor: a copy that waits elsewhere. Nobody can write it."""
 
     rank = -1  # its place in the expected order of fetching, once there is one
-    sent = None  # the end of the copy
-    _coming = None  # on its way back
+    sent: Any = None  # the end of the copy
+    _coming: Tensor | None = None  # on its way back
 
     def __init__(self, away: Tensor, name: Name, tensor: Tensor, streams: Any) -> None:
         super().__init__(away, name)

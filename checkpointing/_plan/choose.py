@@ -1,8 +1,8 @@
 """Which of the ways to cut a stretch is taken, and for which peak.
 
-One rule. The target is what cuts at all blocks need that the program repeats, as users place them
-by hand; without such blocks, or if they are so small that this is over half more than the least
-peak, it is that. Under it, the least recompute is taken among a few ways to cut, each filled. Where
+One rule. The target is the peak of a cut at every block that the program repeats, as users place
+them by hand. Without such blocks, or where that peak is over 1.5 times the least one, the target is
+the least peak. Under it, the least recompute is taken among a few ways to cut, each filled. Where
 operators are so small that keeping their results takes longer than running them again, only what
 the cuts need is kept. In the end, cuts that make no difference to the peak go.
 

@@ -198,9 +198,9 @@ class Filling:
                     continue
                 if not (number in made or gone.issuperset(again.intersection(memory.readers))):
                     continue
-                new = again.intersection([memory.maker]) - gone
-                gone |= new
-                stack += new
+                if memory.maker in again and memory.maker not in gone:
+                    gone.add(memory.maker)
+                    stack.append(memory.maker)
         return sum([self.model.work[step] for step in gone]) / max(1, self.stretch.cost(made))
 
 

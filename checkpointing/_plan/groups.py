@@ -206,7 +206,7 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
         around = order[max(0, before) : before + 2]
         beside = [slot for slot in around if path.saved_after[slot] == saver]
         host, held = hosts[(beside or around)[0]] if around else (slots, frozenset())
-        if around and (inputs <= held if before >= 0 else inputs in (frozenset(), held)):
+        if around and (not inputs or (inputs <= held if before >= 0 else inputs == held)):
             host += slots
         else:
             found.append(slots)

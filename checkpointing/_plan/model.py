@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from copy import copy
 from itertools import accumulate
 
@@ -42,7 +42,7 @@ class Memory:
         self.maker = maker
         self.nbytes = nbytes
         self.cost = nbytes  # to hold it
-        self.writers: tuple[int, ...] = ()  # steps, after the maker
+        self.writers: tuple[int, ...] = ()  # steps of the path, after the maker
         self.final = maker + 1  # the first position at which it is what it will be
         self.readers: tuple[int, ...] = ()  # steps
         self.last_read = maker  # by a step
@@ -50,11 +50,14 @@ class Memory:
         # That are saved, or read by others than those who write to it.
         self.values: set[Value] = set()
 
-    def after(self, first: int) -> Memory:
-        """The same, where positions count from this one."""
+    def between(self, first: int, last: int) -> Memory:
+        """The same in a part of the model: positions count from its first one, and what happens
+        after its last one never does."""
         moved = copy(self)
-        for name in ("maker", "final", "last_read", "dies"):
-            setattr(moved, name, getattr(self, name) - first)
+        moved.maker -= first
+        moved.final -= first
+        moved.last_read -= first
+        moved.dies = min(self.dies, last + 1) - first
         moved.readers = tuple([reader - first for reader in self.readers])
         return moved
 
@@ -193,18 +196,19 @@ class Model:
             memory.is_cheap, memory.effort = is_cheap, effort if is_cheap else math.inf
             memory.has_gradient = step.grad_mode and depends
 
-    def part(self, first: int, last: int, slots: Iterable[int]) -> Model:
-        """The steps between two positions, and these slots, as a model of their own."""
-        part = copy(self)
-        part.is_part, part.first, part.count = True, self.first + first, last - first
-        for name in ("made", "reads", "work", "live", "backward"):
-            setattr(part, name, getattr(self, name)[first:last])
-        part.saves = {}
-        for slot in self.saves.keys() & slots:
-            position, number = self.saves[slot]
-            part.saves[slot] = max(0, position - first), number
-        numbers = {number for _, number in part.saves.values()}.union(*part.made, *part.reads)
-        part.memories = {number: self.memories[number].after(first) for number in numbers}
+    def part(self, steps: Sequence[int], slots: Iterable[int], held: Set[int]) -> Model:
+        """The stretch from the first of these steps to where the last of these slots is wanted that
+        is not held, as a model of its own."""
+        saves = {slot: self.saves[slot] for slot in self.saves.keys() & slots}
+        wanted = [position for position, number in saves.values() if number not in held]
+        first, last = steps[0] - self.first, 1 + max([steps[-1] - self.first, *wanted])
+        part, span = copy(self), slice(first, last)
+        part.is_part, part.first, part.count = True, steps[0], last - first
+        part.made, part.reads, part.work = self.made[span], self.reads[span], self.work[span]
+        part.live, part.backward = self.live[span], self.backward[span]
+        part.saves = {slot: (max(0, at - first), number) for slot, (at, number) in saves.items()}
+        numbers = {number for _, number in saves.values()}.union(*part.made, *part.reads)
+        part.memories = {number: self.memories[number].between(first, last) for number in numbers}
         return part
 
     def values(self, kept: Iterable[int]) -> set[Value]:
@@ -241,9 +245,8 @@ class Model:
         """By position: the bytes that are there. Each is there from one position to another."""
         change = [0] * (self.count + 3)
         for first, last, nbytes in spans:
-            if first <= self.count:
-                change[first] += nbytes
-                change[max(first, min(last, self.count)) + 1] -= nbytes
+            change[first] += nbytes
+            change[max(first, min(last, self.count)) + 1] -= nbytes
         return [*accumulate(change)]
 
     def _besides(self) -> list[Span]:

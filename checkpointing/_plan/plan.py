@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Container, Iterable, Sequence, Set
 from functools import partial
 from itertools import pairwise
-from operator import add, attrgetter
+from operator import add
 
 from .._record import MOST_GROWTH, Hold, Path, Placement, Run, Step, Value
 from .choose import choose, choose_first, choose_within
@@ -106,19 +106,26 @@ def _planned(model: Model, asked: Placement, others: int) -> Plan:
     if budget is None:
         return _laid_over(choose(stretch, None if peak is None else max(0, peak - others)))
     rest = max(0, budget - others)
-    best = _laid_over(choose_within(stretch, rest))
-    enough = best.nbytes
-    if rest < enough:
-        halves = [enough >> n for n in range(1, _MOST_HALVES + 1)]
-        plans = map(partial(_in_pieces, stretch), [rest, *[n for n in halves if n < rest]])
-        best = next((plan for plan in plans if plan.peak <= best.peak), best)
-        # Less budget should not mean a larger peak.
-        for larger in reversed([n for n in halves if rest < n]):
-            plan = _in_pieces(stretch, larger)
-            if best.peak <= plan.peak and best.nbytes < enough:
-                break
-            best = min(plan, best, key=attrgetter("peak"))
-    best.exceeds = best.nbytes > rest
+    plan = _laid_over(choose_within(stretch, rest))
+    if plan.nbytes > rest:
+        plan = _in_small_budget(stretch, rest, plan)
+    plan.exceeds = plan.nbytes > rest
+    return plan
+
+
+def _in_small_budget(stretch: Stretch, budget: int, enough: Plan) -> Plan:
+    """The plan for a budget that is smaller than what `enough` keeps, which has the least peak. It
+    is that of the budget, or of a smaller one, if its peak is no larger; then that of a larger
+    budget, as long as that needs less, since less budget should not mean a larger peak."""
+    halves = [enough.nbytes >> n for n in range(1, _MOST_HALVES + 1)]
+    plans = map(partial(_in_pieces, stretch), [budget, *[n for n in halves if n < budget]])
+    best = next((plan for plan in plans if plan.peak <= enough.peak), enough)
+    for larger in reversed([n for n in halves if n > budget]):
+        plan = _in_pieces(stretch, larger)
+        if best is not enough and plan.peak >= best.peak:
+            break
+        if plan.peak <= best.peak:
+            best = plan
     return best
 
 
@@ -161,23 +168,19 @@ def _split_all(groups: Sequence[Group], choice: Filling, budget: int, peak: int)
 def _split(group: Group, choice: Filling, budget: int, peak: int) -> int:
     """Where a window would deliver more than the budget, a first replay makes what smaller windows
     start from. Returns what backward needs then."""
-    model = choice.model
     order, _ = group.path.slice_of([group.path.slots[slot].value for slot in group.slots])
     if not order:
         return 0
     held = choice.stretch.held | choice.kept
-    saves = [model.saves[slot] for slot in model.saves.keys() & group.slots]
-    wanted = [position for position, number in saves if number not in held]
-    first, last = order[0] - model.first, max([order[-1] - model.first, *wanted])
-    stretch = Stretch(model.part(first, last + 1, group.slots), held)
+    part = choice.model.part(order, group.slots, held)
+    stretch = Stretch(part, held)
     need = Filling(stretch, ()).peak
     if stretch.cost(stretch.dear & stretch.saved.keys()) <= budget:
         return need
     found = choose_first(stretch, budget)
     if not found.kept:
         return need
-    begin = found.model.first
-    group.split(found.model.values(found.kept), [begin + cut for cut in found.cuts])
+    group.split(part.values(found.kept), [part.first + cut for cut in found.cuts])
     return _split_all(group.parts, found, budget, peak)
 
 

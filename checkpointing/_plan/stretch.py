@@ -30,7 +30,7 @@ class Stretch:
             number: at for at in sorted(self.wanted, reverse=True) for number in self.wanted[at]
         }
         made = {number for numbers in model.made for number in numbers} - held
-        # A window that reads it must have made it.
+        # A window that reads one must have made it. What is older is written here, but not made.
         memories = [m for m in map(self.memories.__getitem__, made) if m.maker >= 0]
         dear = [m for m in memories if not m.is_cheap]
         self.dear = {m.number for m in dear}

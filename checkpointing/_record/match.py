@@ -49,7 +49,8 @@ class Matcher:
         self._outside: dict[int | None, int] = {}  # by storage: the first cell from outside there
         self._made: dict[int | None, int] = {}  # by storage: a cell there; of so many cells:
         self._looked_at = 0
-        self._meeting: dict[int, int] = {}  # by storage: the place among those that are met now
+        # By storage: the place among those that are met now. An old one is told by its storage.
+        self._meeting: dict[int, int] = {}
 
     def find(self, following: tuple[Step, ...], call: Any, given: Any) -> Step | None:
         """Which of these steps a call is, if any. Then tensors that it meets take their cells."""
@@ -128,7 +129,7 @@ class Matcher:
             for place, (known, arg) in enumerate(zip(step.args, given, strict=True)):
                 if self.matches(known, arg, met):
                     continue
-                if not _are_numbers(known, arg):
+                if not _may_both_vary(known, arg):
                     break  # what follows may name a cell that this argument has not taken
                 others.append(place)
             else:
@@ -216,7 +217,7 @@ def _bits(number: Any) -> Any:
     return [*map(_bits, number)] if type(number) in (list, tuple) else repr(number)
 
 
-def _are_numbers(known: Any, arg: Any) -> bool:
+def _may_both_vary(known: Any, arg: Any) -> bool:
     """Whether two arguments are of one kind, of which each run may have its own."""
     return type(known) is type(arg) and _may_vary(known) and _may_vary(arg)
 

@@ -116,8 +116,8 @@ class Ambient:
         return context
 
     def _enter_autocast(self, is_on: bool, undo: Undo) -> None:
-        """Enter autocast. If it is on around the backward, its casts of weights are mostly those of
-        the forward. If not, leave no casts behind."""
+        """Enter autocast. If it is on around backward, its cached casts of weights are those of the
+        forward, as a rule, and are used. If it is off, no casts stay behind."""
         undo += _autocast_state()
         for kind in _torch.autocast_device_types():
             torch.set_autocast_enabled(kind, False)

@@ -188,7 +188,7 @@ def is_tracing() -> bool:
     """Whether AOTAutograd, which begins with the second mode, export, which may enter none, or
     `make_fx` is tracing."""
     modes = _infra_mode(_keys.PROXY), _infra_mode(_keys.FUNCTIONAL)
-    return any([*modes, torch.compiler.is_exporting()])
+    return any(modes) or torch.compiler.is_exporting()
 
 
 # The mode under which tensors are made without memory now, or None. It runs below all modes of
@@ -322,7 +322,7 @@ def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
 FakeTensor = torch._subclasses.FakeTensor  # infers shapes without computing, for DTensor for one
 UNWRAPPED = (Tensor, FakeTensor)
 # The public way to a storage (`untyped_storage()`) builds a Python object per call.
-storage_id = _C._storage_id
+storage_id: Callable[[Tensor], int] = _C._storage_id
 has_storage = _C._has_storage  # False for sparse, MKLDNN and other opaque layouts
 
 
