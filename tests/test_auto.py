@@ -1,5 +1,6 @@
 """Checkpoints that place themselves: the memory that they leave, and the same ones each time."""
 
+import functools
 import gc
 import itertools
 import math
@@ -13,6 +14,7 @@ import torch
 from beside import Code
 from oracle import NO_ROOM, PassThrough, Watching, bits, count, in_hooks, memory_of, scope
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from checkpointing import (
     auto,
@@ -727,6 +729,33 @@ def test_small_budgets_need_what_was_predicted_and_no_more_than_larger_ones():
         peaks.append(bytes_of(run)[1])
         assert peaks[-1] <= 1.02 * run.scope.stats.peak_predicted
     assert peaks == sorted(peaks, reverse=True)
+
+
+@NO_ROOM
+def test_a_codebook_between_two_stacks_needs_no_more_than_a_checkpoint_around_each_layer():
+    """What is read before it, and by a loss at the end, is held for long."""
+    made = lambda: (nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    layers, codes = [nn.Sequential(*made()) for _ in range(8)], nn.Parameter(torch.randn(128, 64))
+
+    def block(layer, x):
+        return x + layer(x)
+
+    def forward(call=block):
+        x = y = torch.randn(256, 64, requires_grad=True)
+        for layer in layers[:4]:
+            y = call(layer, y)
+        logits = y @ codes.T
+        y = nn.functional.gumbel_softmax(logits, hard=True) @ codes
+        for layer in layers[4:]:
+            y = call(layer, y)
+        return nn.functional.mse_loss(y, x) + (logits.softmax(-1).mean(0) * 5).logsumexp(0)
+
+    by_hand = functools.partial(checkpoint, block, use_reentrant=False)
+    _, theirs = bytes_of(lambda: forward(by_hand))
+    for options in ({}, {"peak": 1}):
+        run = scoped(forward, **options)
+        run().backward()
+        assert bytes_of(run)[1] <= theirs
 
 
 @NO_ROOM
