@@ -211,11 +211,17 @@ def bits(value: Any) -> Any:
     data = tensor.resolve_conj().resolve_neg()
     data = (data.clone() if data._is_zerotensor() else data).contiguous().view(-1)
     data = data.as_strided(data.shape, (1,))  # one number may have any stride
-    numbers = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
+    numbers = data.view(torch.uint8).cpu().numpy().tobytes() if data.numel() else b""
     return (*head, tensor.stride(), numbers)
 
 
 # ---- what can be seen of a program
+
+
+def streams() -> Any:
+    """The random streams of the CPU and, where there is one, of the GPU."""
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return bits([torch.get_rng_state(), *on_gpu])
 
 
 def weights_like(outputs: list[Tensor]) -> list[Tensor]:
@@ -223,7 +229,9 @@ def weights_like(outputs: list[Tensor]) -> list[Tensor]:
     return [
         torch.ones_like(t)
         if t.layout != torch.strided or t.is_nested or hasattr(t, "__tensor_flatten__")
-        else (0.5 + torch.arange(t.numel()).remainder(32) / 32).reshape(t.shape).to(t.dtype)
+        else (0.5 + torch.arange(t.numel(), device=t.device).remainder(32) / 32)
+        .reshape(t.shape)
+        .to(t.dtype)
         for t in outputs
     ]
 
@@ -240,7 +248,7 @@ def _of_order(orders: int) -> Function:
             more = {"create_graph": order < orders, "allow_unused": True}
             found = torch.autograd.grad(outputs, inputs, weights_like(outputs), **more)
             seen[f"gradients of order {order}"] = bits(found)
-            seen[f"random stream after order {order}"] = bits(torch.get_rng_state())
+            seen[f"random stream after order {order}"] = streams()
             outputs = [t for t in found if t is not None and t.requires_grad]
             if not outputs:
                 break
@@ -271,12 +279,12 @@ def observe(program: Function, region: Function, make: Function, backward: str) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         returned = program(region, *leaves)
-        seen = {"outputs": bits(returned), "stream after forward": bits(torch.get_rng_state())}
+        seen = {"outputs": bits(returned), "stream after forward": streams()}
         outputs = [t for t in tensors(returned) if t.requires_grad]
         del returned
         if outputs:
             BACKWARDS[backward](seen, outputs, inputs)
-    seen["random stream"] = bits(torch.get_rng_state())
+    seen["random stream"] = streams()
     seen["module state"] = [bits(dict(m.state_dict())) for m in modules]
     seen["inputs"] = bits([t.detach() for t in tensors(leaves)])
     seen["grad"] = bits([t.grad for t in inputs])
@@ -507,7 +515,7 @@ def same_bits(door, program):
     def run(door):
         torch.manual_seed(0)
         result = program(door)
-        return [bits(t) for t in result], bits(torch.get_rng_state())
+        return [bits(t) for t in result], streams()
 
     assert run(door) == run(plain)
 
