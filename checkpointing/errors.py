@@ -229,6 +229,14 @@ def overlapping(frame: object) -> CheckpointError:
     )
 
 
+def gradients_of_gradients(frame: object) -> CheckpointError:
+    return CheckpointError(
+        f"{frame}: the function takes gradients of gradients on an accelerator. Autograd would "
+        "save tensors in another order in the recompute, which runs in a thread of autograd's. Use "
+        "backend='replay' or `with checkpoint_scope():`, which do not call the function again."
+    )
+
+
 def crossed(frame: object) -> CheckpointError:
     return CheckpointError(
         f"{frame}: this region has ended, and a region that was entered later is still open. "

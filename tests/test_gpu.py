@@ -34,7 +34,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch):
     """Bits are compared, so kernels must be deterministic."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")  # of which cuDNN needs two
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
@@ -261,7 +261,8 @@ def test_the_peak_is_as_predicted(policy):
         assert plain.peak == pytest.approx(measured, rel=0.05)
     else:
         with checkpoint_scope(policy) as block:
-            loss().backward()
+            value = loss()
+        value.backward()
         assert block.stats.peak_predicted == pytest.approx(measured, rel=0.05)
 
 

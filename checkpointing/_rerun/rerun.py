@@ -149,6 +149,7 @@ class Rerun(Region, Call, Slots):
         self.inner_inputs = {}
         self.policy = getattr(thread.region, "policy", None)
         Call.__init__(self, function, args, kwargs, preserve_rng_state)
+        self.on_accelerator = bool(self.devices)
 
     def keep(self, tensor: Tensor) -> Tensor:
         if is_parameter(root_of(tensor)):

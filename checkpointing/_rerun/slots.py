@@ -61,6 +61,10 @@ class Calling:
         self._copies = _torch.Copies()
         self._refused: dict[int, Tensor] = {}  # parameters by id
         self._met: set[Any] = {None}  # nodes that depend on none of them
+        self._around = _torch.graph_task_id()
+        # By the graph task of a backward in the function: how many nodes there were as it began to
+        # save tensors, and in the end.
+        self._backwards: dict[int, tuple[int, int]] = {}
 
     def refuse(self, parameters: list[Tensor], inputs: list[Tensor]) -> None:
         """The function must not read these parameters, but for what `inputs` depend on."""
@@ -71,7 +75,9 @@ class Calling:
         """Call the function until the last slot that is wanted (rule 5). The function may catch
         `Stop` and raise something else instead."""
         frame = self.frame
-        self._is_watched = any([frame.inner_inputs, self.rewound, self._refused])
+        self._is_watched = any(
+            [frame.inner_inputs, self.rewound, self._refused, frame.on_accelerator]
+        )
         if frame.early_stop:
             self._stop_at = next(frame.wanted(self.task, reversed)).slot
         push_hooks(self.pack, identity)
@@ -132,6 +138,8 @@ class Calling:
         frame = self.frame
         if self._refused:
             self._look_below(given.grad_fn)
+        if frame.on_accelerator:
+            self._look_at_backward()
         role, self._role = self._role, None
         then, storage = frame.inner_inputs.get(slot, (None, None))
         if slot < self._count and role != then:
@@ -141,6 +149,20 @@ class Calling:
         if storage in frame.written:
             return without_recording(_torch.unseen, self._copies.of, tensor)
         return tensor
+
+    def _look_at_backward(self) -> None:
+        """Raise if a backward in the function goes over nodes that another one in it has made: for
+        an accelerator, autograd made these in a thread that numbers them by a count of its own, and
+        visits larger numbers first. In the recompute, all nodes are made in that thread."""
+        task, node = _torch.graph_task_id(), _torch.current_node()
+        if task == self._around or node is None:
+            return
+        number, now = node._sequence_nr(), node_count()
+        for other, (first, last) in self._backwards.items():
+            if other != task and first <= number <= last:
+                raise errors.gradients_of_gradients(self.frame)
+        first, _ = self._backwards.get(task, (now, now))
+        self._backwards[task] = first, now
 
     def _look_below(self, node: Any) -> None:
         """Raise if a node of the autograd graph depends on a parameter that is refused."""
@@ -216,6 +238,7 @@ class Slots(Frame):
     """The forward: each saved tensor becomes a slot."""
 
     modules: tuple[nn.Module, ...]  # that were found before
+    on_accelerator: bool
     hint = errors.CALLED_AGAIN
     # By slot: the roles of tensors that regions inside take as inputs, and their storages.
     inner_inputs: dict[int, tuple[object, int | None]]
