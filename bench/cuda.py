@@ -76,7 +76,7 @@ def table(size: str, rounds: int = 5) -> None:
         f"auto(peak={budgets[-1] / GIB:.2f} GiB)": auto(peak=budgets[-1]),
     }
     times: dict[str, list[float]] = {way: [] for way in ways}
-    peaks, first, losses, predicted = {}, {}, {}, {}
+    peaks, reserved, least, first, losses, predicted = {}, {}, {}, {}, {}, {}
 
     def step(way: str) -> None:
         policy = ways[way]
@@ -94,6 +94,7 @@ def table(size: str, rounds: int = 5) -> None:
         torch.cuda.synchronize()
         times[way].append(time.perf_counter() - begin)
         peaks[way] = torch.cuda.max_memory_allocated() - before
+        reserved[way] = torch.cuda.max_memory_reserved() - before
         losses[way] = loss.item()
         if policy is not None:
             predicted[way] = block.stats.peak_predicted
@@ -102,7 +103,9 @@ def table(size: str, rounds: int = 5) -> None:
         try:
             step(way)
             first[way] = times[way].pop()
+            torch.cuda.empty_cache()
             step(way)
+            least[way] = reserved[way]
             times[way].clear()
         except torch.OutOfMemoryError:
             del ways[way]
@@ -118,7 +121,8 @@ def table(size: str, rounds: int = 5) -> None:
         more = f", predicted {predicted[way] / GIB:.3f}" if way in predicted else ""
         print(
             f"{way:<26} {1e3 * ms:>8.1f} ms, {ms / torchs:.3f} of torch's (first step "
-            f"{first[way]:.2f} s); peak {peaks[way] / GIB:.3f} GiB{more}; loss {losses[way]:.6f}",
+            f"{first[way]:.2f} s); peak {peaks[way] / GIB:.3f} GiB{more}, reserved "
+            f"{least[way] / GIB:.3f}; loss {losses[way]:.6f}",
             flush=True,
         )
     clear_programs()

@@ -241,15 +241,15 @@ def peak_of(step):
 
 
 def linear_stack():
-    """Twelve products and tanh, (2048, 512) each, with gradients there before."""
+    """Twelve products and tanh, (16384, 512) each, with gradients there before."""
     layers = nn.ModuleList(nn.Linear(512, 512, device="cuda") for _ in range(12))
     for parameter in layers.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    x = torch.randn(2048, 512, device="cuda")
+    x = torch.randn(16384, 512, device="cuda")
     return lambda: functools.reduce(lambda x, layer: layer(x).tanh(), layers, x).square().mean()
 
 
-@pytest.mark.parametrize("policy", [None, auto(), auto(budget="40 MiB"), auto(budget="20 MiB")])
+@pytest.mark.parametrize("policy", [None, auto(), auto(budget="320 MiB"), auto(budget="160 MiB")])
 def test_the_peak_is_as_predicted(policy):
     """By the allocator's own count, which is in blocks of 512 bytes."""
     loss = linear_stack()

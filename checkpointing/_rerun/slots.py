@@ -62,8 +62,8 @@ class Calling:
         self._refused: dict[int, Tensor] = {}  # parameters by id
         self._met: set[Any] = {None}  # nodes that depend on none of them
         self._around = _torch.graph_task_id()
-        # By the graph task of a backward in the function: how many nodes there were as it began to
-        # save tensors, and in the end.
+        # By the graph task of a backward in the function: the first and the last node that saved
+        # tensors in it.
         self._backwards: dict[int, tuple[int, int]] = {}
 
     def refuse(self, parameters: list[Tensor], inputs: list[Tensor]) -> None:
@@ -157,12 +157,12 @@ class Calling:
         task, node = _torch.graph_task_id(), _torch.current_node()
         if task == self._around or node is None:
             return
-        number, now = node._sequence_nr(), node_count()
         for other, (first, last) in self._backwards.items():
-            if other != task and first <= number <= last:
+            if other != task and first <= node._sequence_nr() <= last:
                 raise errors.gradients_of_gradients(self.frame)
-        first, _ = self._backwards.get(task, (now, now))
-        self._backwards[task] = first, now
+        made = node_count() - 1
+        first, _ = self._backwards.get(task, (made, made))
+        self._backwards[task] = first, made
 
     def _look_below(self, node: Any) -> None:
         """Raise if a node of the autograd graph depends on a parameter that is refused."""
