@@ -237,6 +237,14 @@ def gradients_of_gradients(frame: object) -> CheckpointError:
     )
 
 
+def unseen_dropout(frame: object, module: object) -> CheckpointError:
+    return CheckpointError(
+        f"{frame}: cuDNN keeps the random state of the dropout in {module} to itself, so the "
+        "recompute would draw other numbers. Use backend='replay' or `with checkpoint_scope():`, "
+        "which keep its results, or preserve_rng_state=False."
+    )
+
+
 def crossed(frame: object) -> CheckpointError:
     return CheckpointError(
         f"{frame}: this region has ended, and a region that was entered later is still open. "

@@ -1,5 +1,6 @@
 """What only a GPU shows. (On side streams: test_offload.py; the comparison: test_main.py.)"""
 
+import contextlib
 import functools
 
 import pytest
@@ -20,7 +21,7 @@ from oracle import (
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from checkpointing import auto, checkpoint_scope, forecast, offload
+from checkpointing import CheckpointError, auto, checkpoint_scope, forecast, offload
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 pytestmark = [
@@ -90,7 +91,10 @@ def attention_in_parts(x, y):
     return attention(SDPBackend.MATH, x, y, dropout_p=0.25)
 
 
-@case(make=leaves(lambda: nn.LSTM(256, 128, 2, dropout=0.25, batch_first=True)))
+@case(
+    make=leaves(lambda: nn.LSTM(256, 128, 2, dropout=0.25, batch_first=True)),
+    refused=("rerun", "scope in rerun"),
+)
 def an_lstm_of_cudnn(x, y, lstm):
     first, state = lstm(x.sin())
     return (first * lstm(y, state)[0]).exp()
@@ -174,6 +178,40 @@ def a_transformer_layer(x, y, layer):
 test_bit_for_bit, _ = case.tests()
 
 
+def test_a_rerun_refuses_dropout_whose_random_state_cudnn_keeps_to_itself():
+    x = torch.randn(4, 8, 16, device="cuda").requires_grad_()
+    one, two = nn.LSTM(16, 16, 2).cuda(), nn.LSTM(16, 16, 2, dropout=0.5).cuda()
+    assert rerun(one)(x)[0].requires_grad
+    assert rerun(two.eval())(x)[0].requires_grad
+    with pytest.raises(CheckpointError, match=r"dropout in LSTM.* to itself"):
+        rerun(two.train())(x)
+    assert rerun(two, preserve_rng_state=False)(x)[0].requires_grad
+
+
+def gradient(y, x):
+    return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+def gradients_of_one_function_after_another(x):
+    first = gradient(x.sin() * x.exp(), x)
+    return first * gradient(x.cos() * x.sigmoid().square(), x)
+
+
+def gradients_of_gradients(x):
+    first = gradient(x.sin() * x.exp() * x.sigmoid(), x)
+    return first * gradient(first.sin() * x.cos(), x)
+
+
+def test_gradients_in_a_function(door):
+    """Where one goes over nodes that another has made, a rerun would save tensors in another order
+    than the forward did, in two threads."""
+    x = torch.linspace(0, 1, 64, device="cuda").requires_grad_()
+    for f in (gradients_of_one_function_after_another, gradients_of_gradients):
+        refused = door is rerun and f is gradients_of_gradients
+        with pytest.raises(CheckpointError) if refused else contextlib.nullcontext():
+            assert torch.equal(gradient(door(f)(x), x), gradient(f(x), x))
+
+
 # ---- training
 
 
@@ -249,7 +287,7 @@ def linear_stack():
     return lambda: functools.reduce(lambda x, layer: layer(x).tanh(), layers, x).square().mean()
 
 
-@pytest.mark.parametrize("policy", [None, auto(), auto(budget="320 MiB"), auto(budget="160 MiB")])
+@pytest.mark.parametrize("policy", [None, auto(budget="320 MiB"), auto(budget="160 MiB")])
 def test_the_peak_is_as_predicted(policy):
     """By the allocator's own count, which is in blocks of 512 bytes."""
     loss = linear_stack()

@@ -203,7 +203,11 @@ class Recorder(Memories):
                 step.states += ((memory.number, OUTSIDE),)
         written = tensors_of([given.get(place) for place in info.targets])
         step.updates = info.updates_statistics(given)
-        step.effect = info.communicates or not all(map(self._can_be_made, written))
+        step.effect = (
+            info.communicates
+            or given.get(info.stash) is not None
+            or not all(map(self._can_be_made, written))
+        )
         step.draws = info.may_draw and not step.effect
         has_generator = torch.Generator in map(type, given.values())
         step.is_quick_draw = not (info.custom or has_generator)

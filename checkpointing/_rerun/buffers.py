@@ -85,6 +85,13 @@ class Buffers:
         if self._entries:
             self._capture()
 
+    def drawing_unseen(self) -> nn.Module | None:
+        """A module whose random numbers come from no generator: cuDNN has a state of its own for
+        dropout between recurrent layers."""
+        rnns = [module for module in self._flags if isinstance(module, nn.RNNBase)]
+        drawing = [rnn for rnn in rnns if rnn.training and rnn.dropout]
+        return next((rnn for rnn in drawing if rnn.num_layers > 1), None)
+
     def _capture(self) -> None:
         """Copy the buffers that can be rewound, and note the versions of the others."""
         small = []  # two that share memory are rewound twice, to the same values

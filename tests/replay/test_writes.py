@@ -5,7 +5,18 @@ from functools import partial
 
 import pytest
 import torch
-from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, RERUN, Table, leaves, noisy, python_calls
+from oracle import (
+    NO_ROOM,
+    PLANNED,
+    REGIONS,
+    REPLAY,
+    RERUN,
+    Table,
+    bits,
+    leaves,
+    noisy,
+    python_calls,
+)
 from torch import nn
 
 from checkpointing import auto, checkpoint_scope, keep, opaque
@@ -318,3 +329,46 @@ def test_a_state_is_copied_before_it_is_written(write, outer, size, inner):
     for turns in (2, 4, 3, 5, 2, 6, 4, 7, 3, 5, 6, 2):
         want = gradient(turns, contextlib.nullcontext, contextlib.nullcontext)
         assert all(map(torch.equal, gradient(turns, SCOPES[outer], inner), want))
+
+
+@pytest.fixture
+def cudnn_on_the_cpu():
+    """Stands in for cuDNN: its dropout draws from a state, an argument that it writes unseen."""
+
+    def forward(x, weights, stride, buffer, hx, cx, *options):
+        state = options[-1]
+        mask = torch.ones_like(x) if state is None else (state[:1] % 3).expand(x.shape).to(x.dtype)
+        if state is not None:
+            state.data.add_(1)
+        return x * weights[0] * mask, hx * 1, x.new_empty(0), mask, x.new_empty(0)
+
+    def backward(x, weights, stride, buffer, hx, cx, out, g, gh, gc, *options):
+        mask = options[-2]
+        return g * weights[0] * mask, torch.zeros_like(hx), None, [g * x * mask]
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_cudnn_rnn", forward, "CPU")
+        library.impl("_cudnn_rnn_backward", backward, "CPU")
+        yield
+
+
+@pytest.mark.parametrize("door", REPLAY)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_dropout_of_cudnn_draws_from_a_state_that_no_schema_shows(door, dropout, cudnn_on_the_cpu):
+    def gradients(door):
+        state = torch.full((8,), 5, dtype=torch.uint8) if dropout else None
+        x, w = (torch.arange(1.0, 13).view(4, 3).requires_grad_() for _ in range(2))
+
+        def rnn(x, w):
+            sizes = (2, 3, 0, 1, False, dropout, True, False, [])
+            return torch._cudnn_rnn(x, [w], 1, None, x[:1] * 1, None, *sizes, state)[0]
+
+        def f(x, w):
+            return (rnn(rnn(x.square(), w).sqrt() * 2, w) * x).square()
+
+        seen = []
+        for _ in range(3):
+            seen += [torch.autograd.grad(REGIONS[door](f, x, w).sum(), [x, w]), state]
+        return bits(seen)
+
+    assert gradients(door) == gradients("plain")
