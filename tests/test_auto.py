@@ -715,6 +715,38 @@ def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():
     assert later == run.scope.stats
 
 
+def test_adapters_beside_frozen_layers_need_no_more_than_a_checkpoint_around_each_layer():
+    """Both read the same: where their gradients meet, two are beside the sum."""
+
+    class Adapted(nn.Module):
+        def __init__(self, inputs, outputs):
+            super().__init__()
+            self.frozen = nn.Linear(inputs, outputs).requires_grad_(False)
+            self.down = nn.Linear(inputs, 4, bias=False)
+            self.up = nn.Linear(4, outputs, bias=False)
+
+        def forward(self, x):
+            return self.frozen(x) + self.up(self.down(nn.functional.dropout(x, 0.1)))
+
+    made = lambda: (nn.LayerNorm(64), Adapted(64, 256), nn.SiLU(), Adapted(256, 64))
+    layers, inputs = nn.ModuleList(nn.Sequential(*made()) for _ in range(10)), torch.randn(256, 64)
+    for parameter in layers.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def forward(call=lambda layer, x: layer(x)):
+        x = inputs
+        for layer in layers:
+            x = x + call(layer, x)
+        return x.square().mean()
+
+    _, theirs = bytes_of(lambda: forward(functools.partial(checkpoint, use_reentrant=False)))
+    run = scoped(forward)
+    run().backward()
+    _, peak = bytes_of(run)
+    assert peak <= theirs
+    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
+
+
 @NO_ROOM
 def test_small_budgets_need_what_was_predicted_and_no_more_than_larger_ones():
     """What the pieces of a window start from goes when they have run, kept values among it."""

@@ -290,10 +290,21 @@ class Model:
                     yield last, self._last_read.get(part, index) + 1, nbytes
                 yield memory.maker + 1, last, memory.nbytes
 
+    def _added_to_gradients(self, step: Step) -> int:
+        """The bytes that the backward of a step adds to gradients that are there already, from
+        later readers: each is beside the sum. An addition hands on the gradient that it got."""
+        gives = any([self.memories[number].has_gradient for number in self.made[step.index]])
+        if step.info.base in ("add", "add_", *_JOINS) or not gives:
+            return 0
+        read = [self.memories[number] for number in self.reads[step.index]]
+        added = [m for m in read if m.has_gradient and m.last_read > step.index]
+        return sum([m.nbytes for m in added if m.number not in self._split])
+
     def _needed_by_backward(self) -> list[Span]:
         """By position to which backward has come: bytes that it works with, beside what is kept or
         was saved."""
         pending = [*self._gradients_of_memories()]
+        self._split = {self.path.memory_of[part] for part in self.path.parts.values()}
         for step in self.path.steps:
             made = self._bytes_of(self.made[step.index])
             if step.info.base in _JOINS and self.reads[step.index]:
@@ -305,6 +316,7 @@ class Model:
                 # Copies in another layout, about as large as what it reads and makes. (Measured
                 # with oneDNN on a CPU, and with nothing else.)
                 more = read + made
+            more += self._added_to_gradients(step)
             if more:
                 pending.append((step.index + 1, step.index + 1, more))
         for number, uses in self._uses.items():
