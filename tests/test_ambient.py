@@ -246,6 +246,19 @@ def steps_inside_one_autocast(door):
     return seen
 
 
+@program()
+def backward_in_autocast_of_another_dtype(door):
+    """Whose casts of the same weights are others."""
+    linear, x = nn.Linear(4, 4), leaf()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = door(lambda x: linear(linear(x).sin()))(x)
+    with torch.autocast("cpu", torch.float16):
+        z = linear(x)
+        (y.float() - z.float()).square().sum().backward()
+        z = linear(x)
+    return x.grad, linear.weight.grad, linear.bias.grad, z
+
+
 test_programs_are_plains = program.test()
 
 

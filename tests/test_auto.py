@@ -747,6 +747,58 @@ def test_adapters_beside_frozen_layers_need_no_more_than_a_checkpoint_around_eac
     assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
 
 
+def test_layers_that_read_all_before_them_need_no_more_than_a_checkpoint_around_each():
+    """A gradient of what `cat` has made goes where the next one before it is added."""
+    layers = nn.ModuleList(
+        nn.Sequential(nn.BatchNorm1d(16 * n), nn.ReLU(), nn.Linear(16 * n, 64), nn.Linear(64, 16))
+        for n in range(1, 13)
+    )
+    inputs = torch.randn(256, 16, requires_grad=True)
+
+    def block(layer, *found):
+        return layer(torch.cat(found, 1))
+
+    def forward(call=block):
+        found = [inputs]
+        for layer in layers:
+            found.append(call(layer, *found))
+        return torch.cat(found, 1).square().mean()
+
+    def bytes_without_gradients(forward):
+        layers.zero_grad()
+        inputs.grad = None
+        return bytes_of(forward)[1]
+
+    by_hand = functools.partial(checkpoint, block, use_reentrant=False)
+    theirs = bytes_without_gradients(lambda: forward(by_hand))
+    run = scoped(forward)
+    run().backward()
+    assert bytes_without_gradients(run) <= 1.01 * theirs
+
+
+@NO_ROOM
+def test_a_budget_of_nothing_needs_no_more_than_a_larger_one():
+    """Or hardly more: of larger ones, only some are tried, but all of these."""
+    blocks = nn.ModuleList(programs.Block(64, 4) for _ in range(6))
+    made = lambda: (nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 300))
+    heads, inputs = [nn.Sequential(*made()) for _ in range(8)], torch.randn(4, 64, 64)
+
+    def forward():
+        x = nn.Sequential(*blocks)(inputs)
+        return sum(head(x).logsumexp(-1).mean() for head in heads)
+
+    for parameter in nn.ModuleList([blocks, *heads]).parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    _, plain = bytes_of(forward)
+    peaks = []
+    for budget in (0, plain // 32):
+        clear_programs()
+        run = scoped(forward, budget=budget)
+        run().backward()
+        peaks.append(bytes_of(run)[1])
+    assert peaks[0] <= 1.05 * peaks[1]
+
+
 @NO_ROOM
 def test_small_budgets_need_what_was_predicted_and_no_more_than_larger_ones():
     """What the pieces of a window start from goes when they have run, kept values among it."""

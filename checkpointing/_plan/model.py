@@ -290,15 +290,28 @@ class Model:
                     yield last, self._last_read.get(part, index) + 1, nbytes
                 yield memory.maker + 1, last, memory.nbytes
 
+    def _gradients_of_joined(self, index: int, nbytes: int) -> Iterator[Span]:
+        """What `cat` and `stack` read last gets a view of their gradient, up to its maker, or to a
+        reader before: the sum is a tensor of its own."""
+        first = index
+        for memory in map(self.memories.__getitem__, self.reads[index]):
+            if memory.has_gradient and memory.last_read == index:
+                before = memory.readers[-2] if len(memory.readers) > 1 else memory.maker
+                yield memory.maker + 1, before, memory.nbytes * (before > memory.maker)
+                first = min(first, before)
+        yield first + 1, index, nbytes
+
     def _added_to_gradients(self, step: Step) -> int:
         """The bytes that the backward of a step adds to gradients that are there already, from
         later readers: each is beside the sum. An addition hands on the gradient that it got."""
-        gives = any([self.memories[number].has_gradient for number in self.made[step.index]])
+        gives = any(self.memories[number].has_gradient for number in self.made[step.index])
         if step.info.base in ("add", "add_", *_JOINS) or not gives:
             return 0
-        read = [self.memories[number] for number in self.reads[step.index]]
-        added = [m for m in read if m.has_gradient and m.last_read > step.index]
-        return sum([m.nbytes for m in added if m.number not in self._split])
+        numbers = [self.path.memory_of[cell] for cell, _ in step.reads]
+        read = [self.memories[n] for n in numbers if n in self.memories and n not in self._split]
+        nbytes = sum([memory.nbytes for memory in read if memory.has_gradient])
+        ends = [memory for memory in {*read} if memory.last_read == step.index]
+        return nbytes - sum([memory.nbytes for memory in ends if memory.has_gradient])
 
     def _needed_by_backward(self) -> list[Span]:
         """By position to which backward has come: bytes that it works with, beside what is kept or
@@ -307,9 +320,8 @@ class Model:
         self._split = {self.path.memory_of[part] for part in self.path.parts.values()}
         for step in self.path.steps:
             made = self._bytes_of(self.made[step.index])
-            if step.info.base in _JOINS and self.reads[step.index]:
-                first = min([self.memories[number].maker for number in self.reads[step.index]])
-                pending.append((first + 1, step.index, made))
+            if step.info.base in _JOINS:
+                pending += self._gradients_of_joined(step.index, made)
             read = self._bytes_of(self.reads[step.index])
             more = _DERIVATIVES.get(step.info.base, 0) * read
             if step.func is _torch.CONVOLUTION:

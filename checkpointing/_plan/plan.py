@@ -115,18 +115,14 @@ def _planned(model: Model, asked: Placement, others: int) -> Plan:
 
 def _in_small_budget(stretch: Stretch, budget: int, enough: Plan) -> Plan:
     """The plan for a budget that is smaller than what `enough` keeps, which has the least peak. It
-    is that of the budget, or of a smaller one, if its peak is no larger; then that of a larger
-    budget, as long as that needs less, since less budget should not mean a larger peak."""
+    is that of the budget, or of a smaller one, if its peak is no larger, or that of a larger one
+    that needs less, since less budget should not mean a larger peak."""
     halves = [enough.nbytes >> n for n in range(1, _MOST_HALVES + 1)]
     plans = map(partial(_in_pieces, stretch), [budget, *[n for n in halves if n < budget]])
     best = next((plan for plan in plans if plan.peak <= enough.peak), enough)
-    for larger in reversed([n for n in halves if n > budget]):
-        plan = _in_pieces(stretch, larger)
-        if best is not enough and plan.peak >= best.peak:
-            break
-        if plan.peak <= best.peak:
-            best = plan
-    return best
+    larger = [_in_pieces(stretch, n) for n in halves if n > budget]
+    found = [*larger, enough] if best is enough else [best, *larger]
+    return min(found, key=lambda plan: plan.peak)
 
 
 def _in_pieces(stretch: Stretch, budget: int) -> Plan:

@@ -107,23 +107,23 @@ class Ambient:
             _torch.set_function_modes(self._modes)
         if torch.is_inference_mode_enabled():  # as may backward, but no forward of a region
             enter_context(torch.inference_mode(False), undo)
-        is_on = _torch.autocast_is_on_somewhere()
-        if is_on or self._autocast:
-            self._enter_autocast(is_on, undo)
+        if self._autocast or _torch.autocast_is_on_somewhere():
+            self._enter_autocast(undo)
         for snapshot, restore, state in self._states:
             undo.append((restore, snapshot()))
             context.run(restore, state)
         return context
 
-    def _enter_autocast(self, is_on: bool, undo: Undo) -> None:
-        """Enter autocast. If it is on around backward, its cached casts of weights are those of the
-        forward, as a rule, and are used. If it is off, no casts stay behind."""
-        undo += _autocast_state()
+    def _enter_autocast(self, undo: Undo) -> None:
+        """Enter autocast. If it is on around backward as in the forward, its cached casts of
+        weights are those of the forward, as a rule, and are used. Else no casts stay behind."""
+        around = _autocast_state()
+        undo += around
         for kind in _torch.autocast_device_types():
             torch.set_autocast_enabled(kind, False)
         for setter, value in self._autocast:
             setter(value)
-        if not is_on:
+        if self._autocast and not _are_alike(self._autocast, around):
             torch.clear_autocast_cache()
             undo.append((lambda _: torch.clear_autocast_cache(), None))
 
@@ -137,6 +137,10 @@ def _autocast_state() -> Undo:
             (partial(torch.set_autocast_dtype, kind), torch.get_autocast_dtype(kind)),
         ]
     return state
+
+
+def _are_alike(one: Undo, other: Undo) -> bool:
+    return [value for _, value in one] == [value for _, value in other]
 
 
 _COLLECTIONS = (list, dict, set, tuple)

@@ -311,3 +311,24 @@ def test_a_mode_that_changes_results_belongs_inside(inside, door):
     y.sum().backward()
     without = (x.sin() * (1 + inside)).exp().mul(x.cos()).detach()
     assert torch.equal(x.grad, without) or (door is REGIONS["planned"] and x.grad.isfinite().all())
+
+
+class Nothing(TorchDispatchMode):
+    """Changes nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@WHERE
+def test_operators_that_call_others_inside_run_without_autocast(door):
+    """As under any dispatch mode. With arguments of autocast's dtype they do the same."""
+    weight, x = torch.randn(4, 4, 4), torch.randn(3, 4)
+    product = lambda x, weight: F.bilinear(x, x.sin(), weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        in_block = door(product, x, weight)
+        with Nothing():
+            assert torch.equal(in_block, product(x, weight))
+        assert not torch.equal(in_block, product(x, weight))
+        x, weight = x.bfloat16(), weight.bfloat16()
+        assert torch.equal(door(product, x, weight), product(x, weight))
