@@ -88,6 +88,7 @@ class Model:
         # By slot that the block has made: the position at which backward wants it, and the memory.
         self.saves: dict[int, tuple[int, int]] = {}
         self._saved: set[Value] = set()  # by the slots before
+        self._split = {path.memory_of[part] for part in path.parts.values()}  # into parts
         for step in path.steps:
             self._add(step)
         for number in range(len(path.slots)):
@@ -317,7 +318,6 @@ class Model:
         """By position to which backward has come: bytes that it works with, beside what is kept or
         was saved."""
         pending = [*self._gradients_of_memories()]
-        self._split = {self.path.memory_of[part] for part in self.path.parts.values()}
         for step in self.path.steps:
             made = self._bytes_of(self.made[step.index])
             if step.info.base in _JOINS:
