@@ -169,8 +169,9 @@ def changed(
         f"{frame}: {name} was changed in place after the region had read it{versions}, so the "
         "region can't be recomputed exactly. (In autograd's words, one of the variables needed for "
         "gradient computation has been modified by an inplace operation.) Change it after "
-        "backward, or hand the region a clone of it. If the region writes it itself, use "
-        "backend='replay', which tells the versions of a tensor apart."
+        "backward, or hand the region a clone of it. If a function writes it itself, use "
+        "backend='replay', which tells the versions of a tensor apart; if a block writes it after "
+        "a backward inside, end the block before that."
     )
 
 

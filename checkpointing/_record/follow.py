@@ -111,7 +111,7 @@ class Follower(TorchDispatchMode, Position, Region):
         """Whether an operator is followed here, and its result if not."""
         # One of a recompute is not (rule 3).
         if self._here["depth"] != self._depth and not self._wakes_up(func):
-            return False, func(*args, **kwargs)
+            return False, _leave_alone(func, args, kwargs)
         if types and not self._follows(func, types):
             return False, _leave_to_subclass(func, types, args, kwargs)
         self.store.settle()
@@ -370,6 +370,16 @@ def _dispatches(kind: type[Tensor]) -> bool:
     """Whether a subclass of Tensor has a `__torch_dispatch__` of its own. (A `DeviceMesh` comes by,
     too: no tensor.)"""
     return getattr(kind, "__torch_dispatch__", _plain_dispatch) is not _plain_dispatch
+
+
+def _leave_alone(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator as without a block, versions counted up."""
+    info = info_of(func)
+    result = func(*args, **kwargs)
+    if info.is_uncounted:
+        written = info.targets_of(args, kwargs)
+        torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
+    return result
 
 
 def _leave_to_subclass(func: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from oracle import (
 )
 from torch import nn
 
-from checkpointing import auto, checkpoint_scope, keep, opaque
+from checkpointing import ChangedError, auto, checkpoint_scope, keep, opaque
 
 case = Table(leaves())
 pytestmark = NO_ROOM
@@ -372,3 +372,25 @@ def test_dropout_of_cudnn_draws_from_a_state_that_no_schema_shows(door, dropout,
         return bits(seen)
 
     assert gradients(door) == gradients("plain")
+
+
+@pytest.mark.parametrize("door", REPLAY)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_what_an_optimizer_writes_after_a_backward_inside_is_noticed(door, foreach):
+    """In a dispatch mode, torch counts no versions for its operators over lists."""
+    bias, x = nn.Parameter(torch.tensor([1.0, 2.0])), torch.tensor([0.3, 0.4], requires_grad=True)
+    optimizer = torch.optim.SGD([bias], 0.5, foreach=foreach)
+    before = (bias * x).sum()
+
+    def step(x):
+        y = (x + bias).sin()
+        (bias * bias).sum().backward()
+        optimizer.step()
+        return y
+
+    with contextlib.suppress(ChangedError):  # in hooks of the user, what it reads is a copy
+        REGIONS[door](step, x).sum().backward()
+        assert door == "in hooks"
+        assert torch.equal(x.grad, (x + torch.tensor([1.0, 2.0])).cos())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        before.backward()
