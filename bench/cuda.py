@@ -2,128 +2,117 @@
 layer.
 
 `python bench/cuda.py [SIZES]` prints them, after a forecast. The allocator counts the peaks; the
-ways take turns, and a step begins and ends with a synchronisation. Weights are random, gradients
-are there before, and losses must agree. (Bits are compared by `pytest -m gpu`.)
+ways take turns, and a step ends with a synchronisation. Weights are random, gradients are there
+before, and losses must agree. (Bits are compared by `pytest -m gpu`.)
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import gc
-import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import transformers
+from forecast import SIZES as LARGE, llama
+from ratios import ratio, timed
 from torch.utils.checkpoint import checkpoint
 
 from checkpointing import auto, checkpoint_scope, checkpointed, clear_programs, forecast
 
 GIB = 2**30
-SIZES = {
-    "160m": {"hidden_size": 768, "intermediate_size": 2048, "layers": 12, "heads": 12},
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "layers": 16, "heads": 32},
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "layers": 32, "heads": 32},
+SIZES: dict[str, Any] = {
+    "160m": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "layers": 12,
+        "heads": 12,
+        "groups": 12,
+        "vocabulary": 32_000,
+    },
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "layers": 16,
+        "heads": 32,
+        "vocabulary": 32_000,
+    },
+    "8b": LARGE["8b"],
 }
 TOKENS = {"160m": (4, 1024), "1b": (2, 4096), "8b": (1, 8192)}
-
+TORCH = "torch per layer"
 PER_LAYER: dict[str, Callable[[Any], Any]] = {
     "plain": lambda call: call,
-    "torch per layer": lambda call: functools.partial(checkpoint, call, use_reentrant=False),
+    TORCH: lambda call: functools.partial(checkpoint, call, use_reentrant=False),
     "@checkpointed per layer": checkpointed,
     "scope per layer": functools.partial(checkpointed, backend="replay"),
 }
 
 
-def llama(size: str) -> Any:
-    sizes = {**SIZES[size]}
-    config = transformers.LlamaConfig(
-        vocab_size=128_256 if size == "8b" else 32_000,
-        num_hidden_layers=sizes.pop("layers"),
-        num_attention_heads=sizes.pop("heads"),
-        num_key_value_heads=8 if size != "160m" else 12,
-        max_position_embeddings=8192,
-        attn_implementation="sdpa",
-        use_cache=False,
-        **sizes,
+class Step(NamedTuple):
+    """Seconds, bytes in excess of those before, and the loss."""
+
+    seconds: float
+    peak: int
+    reserved: int
+    predicted: int
+    loss: float
+
+
+def step_of(model: Any, ids: Any, policy: Any = None) -> Step:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, begin = torch.cuda.memory_allocated(), time.perf_counter()
+    with checkpoint_scope(policy) if policy else contextlib.nullcontext() as block:
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    torch.cuda.synchronize()
+    return Step(
+        time.perf_counter() - begin,
+        torch.cuda.max_memory_allocated() - before,
+        torch.cuda.max_memory_reserved() - before,
+        block.stats.peak_predicted if policy else 0,
+        loss.item(),
     )
-    with torch.device("cuda"):
-        model = transformers.LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return model
 
 
-def table(size: str, rounds: int = 5) -> None:
+def table(size: str) -> None:
     torch.manual_seed(0)
-    model = llama(size)
-    ids = torch.randint(32_000, TOKENS[size], device="cuda")
-    layers = [(layer, layer.forward) for layer in model.model.layers]
+    with torch.device("cuda"):
+        model, ids = llama(**SIZES[size]), torch.randint(32_000, TOKENS[size])
+    plain = {layer: layer.forward for layer in model.model.layers}
     print(f"Llama {size}, {ids.shape[0]} x {ids.shape[1]:,} tokens, bfloat16", flush=True)
-    begin = time.perf_counter()
     found = forecast(lambda: model(input_ids=ids, labels=ids).loss)
-    print(f"forecast, {time.perf_counter() - begin:.1f} s:\n{found}", flush=True)
-    budgets = [row.peak for row in found.rows if row.write.startswith("auto(peak=")]
-    ways: dict[str, Any] = {
-        **dict.fromkeys(PER_LAYER),
-        "auto()": auto(),
-        f"auto(peak={budgets[len(budgets) // 2] / GIB:.2f} GiB)": auto(
-            peak=budgets[len(budgets) // 2]
-        ),
-        f"auto(peak={budgets[-1] / GIB:.2f} GiB)": auto(peak=budgets[-1]),
-    }
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    peaks, reserved, least, first, losses, predicted = {}, {}, {}, {}, {}, {}
+    print(found, flush=True)
+    asked = [row.peak for row in found.rows if row.write.startswith("auto(peak=")]
+    policies: dict[str, Any] = {"auto()": auto()}
+    for peak in (asked[len(asked) // 2], asked[-1]):
+        policies[f"auto(peak={peak / GIB:.2f} GiB)"] = auto(peak=peak)
 
-    def step(way: str) -> None:
-        policy = ways[way]
-        for layer, call in layers:
+    def step(way: str) -> Step:
+        for layer, call in plain.items():
             layer.forward = PER_LAYER.get(way, PER_LAYER["plain"])(call)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before, begin = torch.cuda.memory_allocated(), time.perf_counter()
-        if policy is None:
-            loss = model(input_ids=ids, labels=ids).loss
-        else:
-            with checkpoint_scope(policy) as block:
-                loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.cuda.synchronize()
-        times[way].append(time.perf_counter() - begin)
-        peaks[way] = torch.cuda.max_memory_allocated() - before
-        reserved[way] = torch.cuda.max_memory_reserved() - before
-        losses[way] = loss.item()
-        if policy is not None:
-            predicted[way] = block.stats.peak_predicted
+        return step_of(model, ids, policies.get(way))
 
-    for way in list(ways):
+    first, later = {}, {}
+    for way in (*PER_LAYER, *policies):
         try:
-            step(way)
-            first[way] = times[way].pop()
+            first[way] = step(way)
             torch.cuda.empty_cache()
-            step(way)
-            least[way] = reserved[way]
-            times[way].clear()
+            later[way] = step(way)
         except torch.OutOfMemoryError:
-            del ways[way]
             print(f"{way}: out of memory", flush=True)
-        gc.collect()
         torch.cuda.empty_cache()
-    for _ in range(rounds):
-        for way in ways:
-            step(way)
-    assert len(set(losses.values())) == 1
-    torchs = statistics.median(times["torch per layer"])
-    for way in ways:
-        ms = statistics.median(times[way])
-        more = f", predicted {predicted[way] / GIB:.3f}" if way in predicted else ""
+    assert len({each.loss for each in later.values()}) == 1
+    times = timed({way: functools.partial(step, way) for way in later}, rounds=5, calls=1)
+    for way, each in later.items():
+        predicted = f", predicted {each.predicted / GIB:.3f}" if each.predicted else ""
         print(
-            f"{way:<26} {1e3 * ms:>8.1f} ms, {ms / torchs:.3f} of torch's (first step "
-            f"{first[way]:.2f} s); peak {peaks[way] / GIB:.3f} GiB{more}, reserved "
-            f"{least[way] / GIB:.3f}; loss {losses[way]:.6f}",
+            f"{way:<26} {1e3 * times[way][0]:>8.1f} ms, {ratio(times, way, TORCH)[0]:.3f} of "
+            f"torch's (first step {first[way].seconds:.2f} s); peak {each.peak / GIB:.3f} GiB"
+            f"{predicted}, reserved {each.reserved / GIB:.3f}; loss {each.loss:.6f}",
             flush=True,
         )
     clear_programs()

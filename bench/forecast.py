@@ -11,6 +11,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from typing import Any
 
 import torch
 import transformers
@@ -24,25 +25,39 @@ SIZES = {
 }
 
 
+def llama(
+    hidden_size: int,
+    intermediate_size: int,
+    layers: int,
+    heads: int,
+    groups: int = 8,
+    vocabulary: int = 128_256,
+) -> Any:
+    """A Llama for up to 8,192 tokens; gradients are there."""
+    config = transformers.LlamaConfig(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        vocab_size=vocabulary,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
 def forecast_of(size: str, tokens: int = 8192) -> Forecast:
     """For one sequence, in bfloat16."""
-    sizes = {**SIZES[size]}
-    config = transformers.LlamaConfig(
-        vocab_size=128_256,
-        num_hidden_layers=sizes.pop("layers"),
-        num_attention_heads=sizes.pop("heads"),
-        num_key_value_heads=8,
-        max_position_embeddings=tokens,
-        **sizes,
-    )
     torch.set_default_dtype(torch.bfloat16)
     try:
         with FakeTensorMode():
-            model = transformers.LlamaForCausalLM(config)
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
+            model = llama(**SIZES[size])
             ids = torch.zeros(1, tokens, dtype=torch.long)
-            return forecast(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss)
+            return forecast(lambda: model(input_ids=ids, labels=ids).loss)
     finally:
         torch.set_default_dtype(torch.float32)
 

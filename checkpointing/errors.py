@@ -232,8 +232,8 @@ def overlapping(frame: object) -> CheckpointError:
 
 def gradients_of_gradients(frame: object) -> CheckpointError:
     return CheckpointError(
-        f"{frame}: the function takes gradients of gradients on an accelerator. Autograd would "
-        "save tensors in another order in the recompute, which runs in a thread of autograd's. Use "
+        f"{frame}: the function takes gradients of gradients on an accelerator. The recompute runs "
+        "in one of autograd's threads, where it would save tensors in another order. Use "
         "backend='replay' or `with checkpoint_scope():`, which do not call the function again."
     )
 

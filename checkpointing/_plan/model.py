@@ -294,12 +294,13 @@ class Model:
     def _gradients_of_joined(self, index: int, nbytes: int) -> Iterator[Span]:
         """What `cat` and `stack` read last gets a view of their gradient, up to its maker, or to a
         reader before: the sum is a tensor of its own."""
+        read = [self.memories[number] for number in self.reads[index]]
         first = index
-        for memory in map(self.memories.__getitem__, self.reads[index]):
-            if memory.has_gradient and memory.last_read == index:
-                before = memory.readers[-2] if len(memory.readers) > 1 else memory.maker
-                yield memory.maker + 1, before, memory.nbytes * (before > memory.maker)
-                first = min(first, before)
+        for memory in [m for m in read if m.has_gradient and m.last_read == index]:
+            *_, before, _ = memory.maker, *memory.readers
+            if before > memory.maker:
+                yield memory.maker + 1, before, memory.nbytes
+            first = min(first, before)
         yield first + 1, index, nbytes
 
     def _added_to_gradients(self, step: Step) -> int:
@@ -310,9 +311,9 @@ class Model:
             return 0
         numbers = [self.path.memory_of[cell] for cell, _ in step.reads]
         read = [self.memories[n] for n in numbers if n in self.memories and n not in self._split]
-        nbytes = sum([memory.nbytes for memory in read if memory.has_gradient])
-        ends = [memory for memory in {*read} if memory.last_read == step.index]
-        return nbytes - sum([memory.nbytes for memory in ends if memory.has_gradient])
+        given = [memory for memory in read if memory.has_gradient]
+        first = [memory for memory in {*given} if memory.last_read == step.index]
+        return sum([m.nbytes for m in given]) - sum([m.nbytes for m in first])
 
     def _needed_by_backward(self) -> list[Span]:
         """By position to which backward has come: bytes that it works with, beside what is kept or

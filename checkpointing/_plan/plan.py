@@ -121,6 +121,7 @@ def _in_small_budget(stretch: Stretch, budget: int, enough: Plan) -> Plan:
     plans = map(partial(_in_pieces, stretch), [budget, *[n for n in halves if n < budget]])
     best = next((plan for plan in plans if plan.peak <= enough.peak), enough)
     larger = [_in_pieces(stretch, n) for n in halves if n > budget]
+    # Of those with the least peak, the first one is taken.
     found = [*larger, enough] if best is enough else [best, *larger]
     return min(found, key=lambda plan: plan.peak)
 

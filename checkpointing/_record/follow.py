@@ -373,12 +373,11 @@ def _dispatches(kind: type[Tensor]) -> bool:
 
 
 def _leave_alone(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator as without a block, versions counted up."""
+    """Run an operator as without a block: versions are counted up."""
     info = info_of(func)
     result = func(*args, **kwargs)
     if info.is_uncounted:
-        written = info.targets_of(args, kwargs)
-        torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
+        torch.autograd.graph.increment_version(info.targets_of(args, kwargs))
     return result
 
 

@@ -62,8 +62,9 @@ class Info:
         names = [argument.name for argument in schema.arguments]
         # The place of an offset from the beginning of the storage.
         self.offset = names.index("storage_offset") if "storage_offset" in names else None
-        # The place of random numbers in no generator: cuDNN writes them, unseen by the schema.
-        self.stash = names.index("dropout_state") if "dropout_state" in names else None
+        # The place of a random state that is in no generator. cuDNN writes it, which its schema
+        # does not show.
+        self.random_state = names.index("dropout_state") if "dropout_state" in names else None
         # Views share memory with an argument, by which they are found; results that are no tensors
         # were decided in the forward.
         is_new = [result.alias_info is None for result in results]

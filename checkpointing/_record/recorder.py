@@ -205,7 +205,7 @@ class Recorder(Memories):
         step.updates = info.updates_statistics(given)
         step.effect = (
             info.communicates
-            or given.get(info.stash) is not None
+            or given.get(info.random_state) is not None
             or not all(map(self._can_be_made, written))
         )
         step.draws = info.may_draw and not step.effect

@@ -149,7 +149,6 @@ class Rerun(Region, Call, Slots):
         self.inner_inputs = {}
         self.policy = getattr(thread.region, "policy", None)
         Call.__init__(self, function, args, kwargs, preserve_rng_state)
-        self.on_accelerator = bool(self.devices)
         if preserve_rng_state and "cuda" in {device.type for device in self.devices}:
             module = self._buffers.drawing_unseen()
             if module is not None:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Set
 from typing import Any
 from weakref import ref as _ref
 
+import torch
 from torch import Tensor, nn
 
 from .. import _torch, errors
@@ -75,9 +76,7 @@ class Calling:
         """Call the function until the last slot that is wanted (rule 5). The function may catch
         `Stop` and raise something else instead."""
         frame = self.frame
-        self._is_watched = any(
-            [frame.inner_inputs, self.rewound, self._refused, frame.on_accelerator]
-        )
+        self._is_watched = any([frame.inner_inputs, self.rewound, self._refused, frame.devices])
         if frame.early_stop:
             self._stop_at = next(frame.wanted(self.task, reversed)).slot
         push_hooks(self.pack, identity)
@@ -138,7 +137,7 @@ class Calling:
         frame = self.frame
         if self._refused:
             self._look_below(given.grad_fn)
-        if frame.on_accelerator:
+        if frame.devices:
             self._look_at_backward()
         role, self._role = self._role, None
         then, storage = frame.inner_inputs.get(slot, (None, None))
@@ -238,7 +237,7 @@ class Slots(Frame):
     """The forward: each saved tensor becomes a slot."""
 
     modules: tuple[nn.Module, ...]  # that were found before
-    on_accelerator: bool
+    devices: frozenset[torch.device]  # of its inputs, the CPU aside
     hint = errors.CALLED_AGAIN
     # By slot: the roles of tensors that regions inside take as inputs, and their storages.
     inner_inputs: dict[int, tuple[object, int | None]]
