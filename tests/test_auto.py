@@ -628,7 +628,7 @@ def test_a_state_that_is_written_in_place_is_kept():
         run().backward()
     stats = run.scope.stats
     assert len(stats.cuts) > 1
-    assert stats.ops_replayed <= 1.05 * stats.ops_recorded  # each once, and a few views
+    assert stats.ops_replayed <= 1.01 * stats.ops_recorded  # each once, and a few views
 
 
 def test_noise_that_all_layers_read_may_be_drawn_in_the_block():
@@ -813,6 +813,27 @@ def test_small_budgets_need_what_was_predicted_and_no_more_than_larger_ones():
         peaks.append(bytes_of(run)[1])
         assert peaks[-1] <= 1.02 * run.scope.stats.peak_predicted
     assert peaks == sorted(peaks, reverse=True)
+
+
+def test_a_loss_at_each_layer_needs_no_more_than_checkpoints_around_layers_and_losses():
+    """What repeats is a layer with its loss, which a checkpoint would bring back together."""
+    made = lambda: (nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    layers = nn.ModuleList(nn.Sequential(*made()) for _ in range(10))
+    heads, inputs = nn.ModuleList(nn.Linear(64, 256) for _ in layers), torch.randn(256, 64)
+    for parameter in (*layers.parameters(), *heads.parameters()):
+        parameter.grad = torch.zeros_like(parameter)
+
+    def forward(call=lambda layer, x: layer(x)):
+        x, loss = inputs, torch.zeros(())
+        for layer, head in zip(layers, heads, strict=True):
+            x = x + call(layer, x)
+            loss = loss + call(lambda x, head=head: head(x).logsumexp(-1).sum(), x)
+        return loss
+
+    _, theirs = bytes_of(lambda: forward(functools.partial(checkpoint, use_reentrant=False)))
+    run = scoped(forward)
+    run().backward()
+    assert bytes_of(run)[1] <= theirs
 
 
 @NO_ROOM

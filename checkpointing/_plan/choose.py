@@ -69,14 +69,18 @@ def choose_first(stretch: Stretch, budget: int) -> Filling:
 
 def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
-    that needs more than `most`; elsewhere, these cuts."""
-    peak = 0
+    that needs more than `most`; elsewhere, these cuts. What repeats may be a layer and its loss: it
+    is two blocks if that needs much less."""
+    peak, ends = 0, {0, stretch.model.count}
     for run in stretch.blocks:
-        placed = {at for at in run if 0 < at < stretch.model.count}
+        placed = {*run} - ends
         placed.update([at for at in cuts if not run[0] <= at <= run[-1]])
-        filling = Filling(stretch, sorted(placed))
-        if filling.peak <= most:
-            peak, cuts = filling.peak, filling.cuts
+        blocks = Filling(stretch, sorted(placed))
+        if blocks.peak > most:
+            continue
+        parts = Filling(stretch, sorted(placed.union(stretch.middles(run)) - ends))
+        best = parts if parts.peak < _MUCH_LESS * blocks.peak else blocks
+        peak, cuts = best.peak, best.cuts
     return peak, cuts
 
 
@@ -89,6 +93,7 @@ def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) 
 
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
 _MOST_PEAKS = 16  # that are tried for a budget
+_MUCH_LESS = 7 / 8  # of the peak
 _MOST_SLACK = 1 / 2  # what may be spent on less recompute: a part of the least peak
 # The same, within a window: what it keeps first is made by a replay, which should be short.
 _SLACK_OF_PARTS = 1 / 8

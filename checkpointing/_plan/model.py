@@ -305,12 +305,14 @@ class Model:
 
     def _added_to_gradients(self, step: Step) -> int:
         """The bytes that the backward of a step adds to gradients that are there already, from
-        later readers: each is beside the sum. An addition hands on the gradient that it got."""
+        later readers: each is beside the sum. An addition and a copy hand on the gradient that they
+        got; where a step writes, the gradient it gives takes the place of that one."""
         gives = any(self.memories[number].has_gradient for number in self.made[step.index])
-        if step.info.base in ("add", "add_", *_JOINS) or not gives:
+        if step.info.base in ("add", "add_", "clone", *_JOINS) or not gives:
             return 0
+        others = self._split.union(step.writes)
         numbers = [self.path.memory_of[cell] for cell, _ in step.reads]
-        read = [self.memories[n] for n in numbers if n in self.memories and n not in self._split]
+        read = [self.memories[n] for n in numbers if n in self.memories and n not in others]
         given = [memory for memory in read if memory.has_gradient]
         first = [memory for memory in {*given} if memory.last_read == step.index]
         return sum([m.nbytes for m in given]) - sum([m.nbytes for m in first])

@@ -38,19 +38,21 @@ class Stretch:
         # Of as many bytes, few memories are better than many.
         spans = [(m.maker + 1, m.last_read, m.cost + _PER_MEMORY) for m in dear if m.cost]
         self.crossing = model.sums(spans)
+        saved = [(at, model.count, self.memories[n].cost) for n, at in self.saved.items()]
+        self._saved_before = model.sums(saved)  # bytes, by position; also those wanted there
         self.positions = self._candidates()
 
     def _candidates(self) -> list[int]:
         """The ends, and positions that little crosses, or much less after the next step: in each
         part, the one that the fewest bytes cross. Parts are even in steps and in saved bytes
         together, since a stem may save most of the bytes in a few steps."""
-        crossing, count, memories = self.crossing, self.model.count, self.memories
+        crossing, count = self.crossing, self.model.count
         found = [
             p
             for p in range(1, count)
             if self.model.made[p - 1] and _is_low(*crossing[p - 1 : p + 2])
         ]
-        there = self.model.sums((at, count, memories[n].cost) for n, at in self.saved.items())
+        there = self._saved_before
         best: dict[int, int] = {}  # by part
         for p in sorted(found, key=crossing.__getitem__):
             far = p / count + there[p] / max(1, there[count])
@@ -69,6 +71,18 @@ class Stretch:
         """Blocks may begin where more crosses than at other positions."""
         begins = {at for run in self.blocks for at in run if 0 < at < self.model.count}
         self.positions = sorted(begins.union(self.positions))
+
+    def middles(self, run: range) -> list[int]:
+        """Where to cut each block in two, after as many steps in all: the fewest bytes would be
+        kept there, together with what is saved in the larger half."""
+        saved, first, last = self._saved_before, run[-2], run[-1]
+
+        def need(n: int) -> int:
+            halves = saved[first + n] - saved[first], saved[last] - saved[first + n]
+            return sum([self.crossing[at + n] for at in run[:-1]]) + max(halves)
+
+        after = min(range(1, run.step + 1), key=need)
+        return [at + after for at in run[:-1]]
 
     def _are_worth_it(self, run: range) -> bool:
         saved = [number for number, at in self.saved.items() if run[0] <= at < run[-1]]
