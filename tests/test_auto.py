@@ -747,6 +747,19 @@ def test_adapters_beside_frozen_layers_need_no_more_than_a_checkpoint_around_eac
     assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
 
 
+def test_one_row_that_is_joined_to_something_has_a_gradient_of_the_whole():
+    layers, x = [nn.Linear(32, 32) for _ in range(16)], torch.randn(256, 32)
+
+    def forward():
+        rows = torch.stack([layer(x).tanh() for layer in layers], 1)
+        products = (rows @ rows.mT).flatten(1)
+        return torch.cat([rows[:, 0], products], 1).square().mean()
+
+    run = scoped(forward)
+    _, peak = bytes_of(run)
+    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
+
+
 def test_layers_that_read_all_before_them_need_no_more_than_a_checkpoint_around_each():
     """A gradient of what `cat` has made goes where the next one before it is added."""
     layers = nn.ModuleList(

@@ -262,11 +262,11 @@ class Model:
 
     def _shares_gradient(self, memory: Memory) -> bool:
         """Whether its gradient is that of another memory: an addition hands one to both, and `cat`
-        hands views of its own."""
+        hands views of its own, unless it has read a part of a memory."""
         index = memory.last_read
         base = self.path.steps[index].info.base
         if base in _JOINS:
-            return True
+            return self._bytes_of(self.reads[index]) <= self._bytes_of(self.made[index])
         if base not in ("add", "add_"):
             return False
         return any(
@@ -295,8 +295,9 @@ class Model:
         """What `cat` and `stack` read last gets a view of their gradient, up to its maker, or to a
         reader before: the sum is a tensor of its own."""
         read = [self.memories[number] for number in self.reads[index]]
+        last = [memory for memory in read if memory.has_gradient and memory.last_read == index]
         first = index
-        for memory in [m for m in read if m.has_gradient and m.last_read == index]:
+        for memory in filter(self._shares_gradient, last):
             *_, before, _ = memory.maker, *memory.readers
             if before > memory.maker:
                 yield memory.maker + 1, before, memory.nbytes
