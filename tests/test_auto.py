@@ -760,6 +760,24 @@ def test_one_row_that_is_joined_to_something_has_a_gradient_of_the_whole():
     assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("layer", "has_channels_last"),
+    [
+        (nn.Conv2d(96, 192, 3, 2, 1), False),
+        (nn.Conv2d(96, 96, 7, padding=3, groups=96), True),
+    ],
+    ids=str,
+)
+def test_what_the_backward_of_a_convolution_works_with_is_predicted(layer, has_channels_last):
+    """Copies of images and weights; where channels are last, weights with more of them. (Other
+    processors may need less.)"""
+    x = torch.randn(2, 8, 8, 96).permute(0, 3, 1, 2)
+    image = x.requires_grad_() if has_channels_last else x.contiguous().requires_grad_()
+    run = scoped(lambda: layer(image * 2).square().mean(), budget="1 GiB")
+    _, peak = bytes_of(run)
+    assert peak <= 1.1 * run.scope.stats.peak_predicted
+
+
 def test_layers_that_read_all_before_them_need_no_more_than_a_checkpoint_around_each():
     """A gradient of what `cat` has made goes where the next one before it is added."""
     layers = nn.ModuleList(

@@ -318,6 +318,14 @@ class Model:
         first = [memory for memory in {*given} if memory.last_read == step.index]
         return sum([m.nbytes for m in given]) - sum([m.nbytes for m in first])
 
+    def _is_broadcast(self, step: Step, nbytes: int) -> bool:
+        """Whether a step that makes so many bytes reads less, which has a gradient."""
+        read = {self.path.memory_of[cell] for cell, _ in step.reads}
+        made = [self.memories[number] for number in read & self.memories.keys()]
+        sizes = [memory.nbytes for memory in made if memory.has_gradient]
+        sizes += [self._gradients[number] for number in read & self._gradients.keys()]
+        return min(sizes, default=nbytes) < nbytes
+
     def _needed_by_backward(self) -> list[Span]:
         """By position to which backward has come: bytes that it works with, beside what is kept or
         was saved."""
@@ -331,8 +339,12 @@ class Model:
             if step.func is _torch.CONVOLUTION:
                 # Copies in another layout, about as large as what it reads and makes. (Measured
                 # with oneDNN on a CPU, and with nothing else.)
-                more = read + made
+                numbers = {self.path.memory_of[cell] for cell, _ in step.reads}
+                weights = sum([self._gradients.get(number, 0) for number in numbers])
+                more = max(read + made + weights, step.scratch)
             more += self._added_to_gradients(step)
+            if step.info.base in ("mul", "div") and self._is_broadcast(step, made):
+                more += made  # what is summed up for the gradient of the smaller one
             if more:
                 pending.append((step.index + 1, step.index + 1, more))
         for number, uses in self._uses.items():

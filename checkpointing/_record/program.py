@@ -184,6 +184,7 @@ class Step:
     sizes: tuple[tuple[int, int], ...] = ()  # of memories that it made; those of the recorded run
     gone: tuple[int, ...] = ()  # memories that nobody held any more, in the recorded run
     flops: float = 0.0  # floating-point operations, as far as torch counts them
+    scratch: int = 0  # bytes that its backward works with
     states: tuple[tuple[int, str], ...] = ()  # of memories that have another one now
     saves: tuple[Slot, ...] = ()  # by autograd, after it and before the next one
     plain: frozenset[type] = PLAIN  # types of arguments that are the same if they are equal
