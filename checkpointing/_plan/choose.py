@@ -24,12 +24,12 @@ def choose(stretch: Stretch, peak: int | None = None) -> Filling:
         return Filling(stretch, ())
     stretch.allow_cuts_at_blocks()
     cutting = Cutting(stretch)
-    least, cuts = cutting.least_peak()
+    least, tight = cutting.least_peak()
     most = int(least * (1 + _MOST_SLACK)) if peak is None else max(peak, least)
-    by_hand, cuts = _by_hand(stretch, cuts, most)
+    by_hand, cuts = _by_hand(stretch, tight, most)
     target = by_hand or least
-    if peak is not None:
-        target = max(peak, min(least, target))
+    if peak is not None:  # the search has stopped a little above what these cuts need
+        target = max(peak, min(target, Filling(stretch, tight).peak))
     best = _filled(cutting, cuts, target)
     if peak is None:
         bare = Filling(stretch, cuts)

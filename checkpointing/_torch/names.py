@@ -293,8 +293,8 @@ def scratch_of(func: Any, args: Any) -> int:
     is_last = image.stride(1) == 1 and not image.is_contiguous()
     if not (image.is_cpu and is_last) or is_small:
         return 0
-    more = max(1, 16 // width)
-    return int(weight.nbytes) * more * more
+    more: int = max(1, 16 // width) ** 2
+    return more * int(weight.nbytes)
 
 
 # The context manager costs more than the setting.
