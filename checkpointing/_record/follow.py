@@ -75,9 +75,9 @@ class Follower(TorchDispatchMode, Position, Region):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or NO_KEYWORDS
         if types or self.watchers or self._later or self._here["depth"] != self._depth:
-            is_ours, result = self._look_at(func, types, args, kwargs)
-            if not is_ours:
-                return result
+            other_way = self._other_way(func, types)
+            if other_way is not None:
+                return other_way(func, types, args, kwargs)
         following = self.step.next  # another thread may record: read before the saves
         if self.saved != len(self.step.saves):
             following = self.finish_step()
@@ -107,17 +107,15 @@ class Follower(TorchDispatchMode, Position, Region):
             self._decide(step, args, kwargs, result)
         return result
 
-    def _look_at(self, func: Any, types: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """Whether an operator is followed here, and its result if not."""
+    def _other_way(self, func: Any, types: Any) -> Callable[..., Any] | None:
+        """How to run an operator that is not just followed."""
         # One of a recompute is not (rule 3).
         if self._here["depth"] != self._depth and not self._wakes_up(func):
-            return False, _leave_alone(func, args, kwargs)
+            return _leave_alone
         if types and not self._follows(func, types):
-            return False, _leave_to_subclass(func, types, args, kwargs)
+            return _leave_to_subclass
         self.store.settle()
-        if self.watchers:
-            return False, self._watched(func, types, args, kwargs)
-        return True, None
+        return self._watched if self.watchers else None
 
     def _follows(self, func: Any, types: Any) -> bool:
         """Whether tensors of these types are like plain ones here."""
@@ -219,9 +217,8 @@ class Follower(TorchDispatchMode, Position, Region):
 
     def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
         store, info = self.store, step.info
-        is_outside = step.effect or step.updates
         is_heard = self.around is not None or store.pieces is not None or info.is_uncounted
-        if store.holds_on(step.writes) or (is_outside and is_heard):
+        if is_heard or store.holds_on(step.writes):
             written = step.written(args, kwargs)
             if step.effect:
                 note_written(self.around, {*map(_torch.storage_of, written)})
@@ -372,7 +369,7 @@ def _dispatches(kind: type[Tensor]) -> bool:
     return getattr(kind, "__torch_dispatch__", _plain_dispatch) is not _plain_dispatch
 
 
-def _leave_alone(func: Any, args: Any, kwargs: Any) -> Any:
+def _leave_alone(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator as without a block: versions are counted up."""
     info = info_of(func)
     result = func(*args, **kwargs)

@@ -82,16 +82,14 @@ class Pieces:
     def __init__(self) -> None:
         self._written: set[int | None] = set()  # storages from outside
         self.copies = _torch.Copies()  # of what has not been written since
-        # By storage: a weak reference to what is held, and whether an operator has read it.
-        self._held: dict[int | None, list[tuple[Any, bool]]] = defaultdict(list)
+        # By storage: weak references to what is held.
+        self._held: dict[int | None, list[tuple[Any, Hold]]] = defaultdict(list)
 
-    def leave(self, holds: Iterable[tuple[Hold, Held]], is_checked: bool) -> None:
-        """What a piece holds belongs to holders now, and may be written later. `is_checked`: values
-        are compared when they come back."""
+    def leave(self, holds: Iterable[tuple[Hold, Held]]) -> None:
+        """What a piece holds belongs to holders now, and may be written later."""
         for asked, held in holds:
             if type(held) is Aliased:
-                entry = ref(held), asked.is_read or is_checked
-                self._held[_torch.storage_of(held.packed)].append(entry)
+                self._held[_torch.storage_of(held.packed)].append((ref(held), asked))
 
     def forget_dead(self) -> None:
         """Forget what nobody holds any more. A block with many backward passes inside would collect
@@ -124,17 +122,16 @@ class Pieces:
 
     def _copy(self, step: Step, storages: Set[int | None]) -> None:
         for storage in self._held.keys() & storages:
-            for each, is_read in self._held[storage]:
+            for each, asked in self._held[storage]:
                 held = each()
-                if held is not None and must_copy(step, held, is_read):
+                if held is not None and must_copy(step, held, asked):
                     held.freeze()
 
 
-def must_copy(step: Step, held: Held, is_read: bool) -> bool:
-    """Whether something held is to be copied before a step writes there. `is_read`: an operator has
-    read it, so a replay would notice updates of statistics, which count no version up."""
-    if step.updates:
-        return is_read
+def must_copy(step: Step, held: Held, asked: Hold) -> bool:
+    """Whether something held is to be copied before a step writes there."""
+    if step.updates:  # statistics, without counting a version up: a replay would notice
+        return asked.is_read
     return step.info.counts_before or not held.is_stale
 
 

@@ -79,7 +79,7 @@ class Hold:
     is_lent: bool = False
     is_hidden: bool = False  # from the hooks around the block: nothing is in it yet
     is_copied: bool = False  # since it may be written unseen
-    is_read: bool = False  # whether an operator has read it, rather than only autograd saved it
+    is_read: bool = True  # whether a replay starts from it; else autograd alone has saved it
 
 
 @dataclass(slots=True, eq=False)

@@ -116,7 +116,7 @@ class Recorder(Memories):
             self.value(cell),
             memory.number,
             reader=step.func,
-            is_read=step.func is not None,
+            is_read=step.func is not None or self._store.is_checked,
             is_parameter=memory.is_parameter,
             is_lent=memory.is_lent,
             is_copied=is_copied,

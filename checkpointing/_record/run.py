@@ -91,7 +91,7 @@ class Run(Follower):
         earlier pieces hold."""
         store = self.store
         store.pieces = pieces = store.pieces or Pieces()
-        pieces.leave(store.holds(), store.is_checked)
+        pieces.leave(store.holds())
         if self.ends is not None:
             self.ends.begin()
         self.begin()

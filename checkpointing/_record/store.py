@@ -80,7 +80,6 @@ class Store:
         # bytes.
         self._filled: dict[Any, dict[_torch.Layout, int]] = defaultdict(dict)
         self._on: dict[int, list[Hold]] = defaultdict(list)  # what is held, by memory
-        self._new: list[Hold] = []  # and is not there yet
 
     def mover(self, place: Answer | None) -> Mover | None:
         """Who takes tensors to a place; None if nobody has to."""
@@ -132,7 +131,7 @@ class Store:
     def refer(self, asked: Hold, parameter: Tensor) -> None:
         """Hold a parameter by itself."""
         self.held[asked.value] = Aliased(parameter, "a parameter", True)
-        self._new.append(asked)
+        self._on[asked.memory].append(asked)
 
     def keep(self, asked: Hold, mover: Mover | None) -> None:
         """Hold a value that could be computed. The mover says where; None: as an input."""
@@ -176,18 +175,13 @@ class Store:
         finally:  # a hook of the user may raise, and the block go on
             self.held[asked.value] = held or hold(tensor, None, name)
             if not asked.is_hidden:
-                self._new.append(asked)
+                self._on[asked.memory].append(asked)
 
     # ---- memory that is about to be written
 
     def holds_on(self, memories: tuple[int, ...]) -> bool:
         """Whether something is held on one of these."""
-        on = self._on
-        if self._new:
-            for asked in self._new:
-                on[asked.memory].append(asked)
-            self._new.clear()
-        return not on.keys().isdisjoint(memories)
+        return not self._on.keys().isdisjoint(memories)
 
     def before_write(self, step: Step, targets: list[Tensor]) -> None:
         """Copy what is held where a step writes."""
@@ -199,7 +193,7 @@ class Store:
                 if not step.updates and self._lies_apart(asked, held, targets):
                     self._on[memory].append(asked)
                     self.later.append(held.renew)
-                elif must_copy(step, held, asked.is_read or self.is_checked):
+                elif must_copy(step, held, asked):
                     self._freeze(asked, held)
 
     def before_unseen_writes(self, step: Step) -> None:
@@ -210,18 +204,15 @@ class Store:
         if self.pieces is not None:
             self.pieces.before_unseen_write(step)
         self._on.clear()
-        self._new.clear()
 
     def holds(self) -> list[tuple[Hold, Held]]:
         """What is held, and may be written later."""
-        asked = [*self._new, *[each for there in self._on.values() for each in there]]
-        return [(each, self.held[each.value]) for each in asked]
+        return [(asked, self.held[asked.value]) for there in self._on.values() for asked in there]
 
     def has_been_written(self, memories: tuple[int, ...]) -> None:
         """Nobody saw it: it is too late to copy."""
-        if self.holds_on(memories):
-            for memory in memories:
-                self._on.pop(memory, None)
+        for memory in memories:
+            self._on.pop(memory, None)
         if self.pieces is not None:
             self.pieces.copies.clear()
 
@@ -262,7 +253,7 @@ class Store:
         for value in values:
             del self.held[value]
             self._unplan(value)
-        for there in (*self._on.values(), self._new):
+        for there in self._on.values():
             there[:] = [asked for asked in there if asked.value in self.held]
 
     # ---- random states, numbers and shapes
