@@ -76,7 +76,6 @@ _AT_ONCE = 4
 class Moved(Held):
     """An offloaded tensor: a copy that waits elsewhere. Nobody can write it."""
 
-    rank = -1  # its place in the expected order of fetching, once there is one
     sent: Any = None  # the end of the copy
     _coming: Tensor | None = None  # on its way back
 

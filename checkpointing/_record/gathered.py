@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from .. import _torch, errors
+from .. import _torch
 from .position import Position
 
 
@@ -55,9 +55,7 @@ class Gathering:
         self._cut_at = len(cells)
 
 
-def check_there(where: object, parameter: Tensor) -> None:
-    """Refuse a parameter whose memory has been given back, on which kernels would crash."""
-    if not _torch.has_storage(parameter) or parameter.untyped_storage().nbytes():
-        return
-    if parameter.numel():
-        raise errors.given_back(where, parameter.shape)
+def was_given_back(parameter: Tensor) -> bool:
+    """Whether the memory of a parameter has been given back. Kernels would crash on it."""
+    is_empty = _torch.has_storage(parameter) and not parameter.untyped_storage().nbytes()
+    return is_empty and parameter.numel() > 0

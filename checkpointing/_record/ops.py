@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import ATOMS, CPU_RNG, Generators, rngs_of
+from .._engine import CPU_RNG, Generators, rngs_of
 
 
 class Info:
@@ -74,12 +74,6 @@ class Info:
         # Without tensors, they belong to torch's profiler, or to other processes.
         self.is_passed = self.base in PASSED or "Tensor" not in types
         self.has_sizes = _OTHER_LISTS.search(types) is None
-
-    @property
-    def counts_before(self) -> bool:
-        """Whether versions may have been counted up before a block hears of the write: by a custom
-        operator itself, or by a block inside."""
-        return self.custom or self.is_uncounted
 
     def targets_of(self, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that a call with these arguments writes."""
@@ -164,7 +158,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 def generators_of(args: Any, kwargs: dict[str, Any], python: bool) -> Generators:
     """The state of the generator that a random operator is about to draw from; with `python`, also
     those of Python and NumPy."""
-    values = [value for value in (*args, *kwargs.values()) if type(value) not in ATOMS]
+    values = (*args, *kwargs.values())
     generators = [value for value in values if type(value) is torch.Generator]
     devices = {tensor.device for tensor in tensors_of(values)}
     if kwargs.get("device") is not None:

@@ -132,7 +132,8 @@ def must_copy(step: Step, held: Held, asked: Hold) -> bool:
     """Whether something held is to be copied before a step writes there."""
     if step.updates:  # statistics, without counting a version up: a replay would notice
         return asked.is_read
-    return step.info.counts_before or not held.is_stale
+    # A custom operator, or a block inside, may have counted versions up already.
+    return step.info.custom or step.info.is_uncounted or not held.is_stale
 
 
 class Sizes:

@@ -115,7 +115,7 @@ class Store:
                 return
             hooks = self.hooks
             # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`).
-            if asked.is_hidden or asked.is_lent or (hooks is not None and self._is_apart()):
+            if asked.is_hidden or asked.is_lent or self._is_apart():
                 hooks = None
             self._hold_as(asked, tensor, hooks, asked.reader or "a tensor that it saved")
             if asked.is_lent:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import _torch, errors
 from .._engine import Frame, Moved, Task, Undo, described
 from .._plan import Found, Instruction, Window
-from .._record import Like, check_there, shapes_of, tensors_of
+from .._record import Like, shapes_of, tensors_of, was_given_back
 
 
 def fetch(held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
@@ -25,8 +25,8 @@ def fetch(held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
     tensor = inputs.get(held)
     if tensor is None:
         tensor = held.fetch(where)
-        if held.is_parameter:
-            check_there(where, tensor)
+        if held.is_parameter and was_given_back(tensor):
+            raise errors.given_back(where, tensor.shape)
         # Else it can be fetched again.
         if held.is_packed and type(held) is not Moved:
             inputs[held] = tensor

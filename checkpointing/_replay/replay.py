@@ -33,8 +33,19 @@ from .._engine import (
     warn,
 )
 from .._plan import Group, Plan, attach, plan_of
-from .._record import Ends, Path, Pieces, Run, Slot, Value, Wrapped, size_pieces, slots_of
-from .execution import Execution, Work, fetch
+from .._record import (
+    Ends,
+    Path,
+    Pieces,
+    Run,
+    Slot,
+    Value,
+    Wrapped,
+    size_pieces,
+    slots_of,
+    was_given_back,
+)
+from .execution import Execution, Work
 
 _MUCH, _NEARLY_ALL = 1 << 26, 0.9  # bytes that a block saves, and the part that backward needs
 _AHEAD = 2  # how many offloaded tensors are prefetched
@@ -220,14 +231,11 @@ class Replay(Frame):
         if self._computes_all or type(slot) is not Slot:
             return None
         held = self._stock_of(holder).held.get(slot.value)
-        if type(held) is Aliased and not (held.is_stale or held.is_parameter):
-            return held.packed  # type: ignore[no-any-return]
-        if held is None or held.is_packed:
+        if type(held) is not Aliased or held.is_stale:
+            return None  # of what is stale, a recompute says so
+        if held.is_parameter and was_given_back(held.packed):
             return None
-        try:
-            return fetch(held, self, {})
-        except errors.CheckpointError:
-            return None  # it will be raised again, from a recompute
+        return held.packed  # type: ignore[no-any-return]
 
     def recompute(self, holder: Holder, task: Task) -> None:
         run = self.run
@@ -332,14 +340,11 @@ class Replay(Frame):
     def _prefetch(self, stock: Stock) -> None:
         """Start to bring back the next tensors: backward opens first the one saved last."""
         if self._order is None:
-            self._order = []
             holders = [h for weak in reversed(self.holders) if (h := weak()) is not None]
-            for one in dict.fromkeys(map(self._stock_of, holders)):
-                for moved in one.moved():
-                    if moved.rank < 0:
-                        moved.rank = len(self._order)
-                        self._order.append(ref(moved))
-        last = max([moved.rank for moved in stock.moved()], default=len(self._order))
+            stocks = dict.fromkeys(map(self._stock_of, holders))
+            self._order = [*dict.fromkeys([ref(moved) for one in stocks for moved in one.moved()])]
+        ranks = [self._order.index(ref(moved)) for moved in stock.moved()]
+        last = max(ranks, default=len(self._order))
         coming = (later for weak in self._order[last + 1 :] if (later := weak()) is not None)
         for later in islice(coming, _AHEAD):
             later.prefetch()
@@ -369,16 +374,14 @@ class Replay(Frame):
         paths: dict[Any, Path] = {stock: stock.group.path for stock in found}
         if self.plan is None:  # the block still runs
             paths[self.run.store] = self.run.so_far()
-        seen: set[int] = set()  # by id: several stocks may have it
         for stock, path in paths.items():
             for value, held in stock.held.items():
-                if not (held.is_parameter or id(held) in seen):
+                if not held.is_parameter:
                     yield _holding(path, value, held)
             for index, state in stock.random.items():
                 step = path.steps[index]
-                for tensor in state.states if id(state) not in seen else ():
+                for tensor in state.states:
                     yield Holding("random state", tensor, str(step.func), step.note)
-            seen.update(map(id, [*stock.held.values(), *stock.random.values()]))
 
 
 def _drop(stock: Stock, parts: dict[int, Stock]) -> None:

@@ -123,7 +123,7 @@ class Ambient:
             torch.set_autocast_enabled(kind, False)
         for setter, value in self._autocast:
             setter(value)
-        if self._autocast and not _are_alike(self._autocast, around):
+        if self._autocast and [v for _, v in self._autocast] != [v for _, v in around]:
             torch.clear_autocast_cache()
             undo.append((lambda _: torch.clear_autocast_cache(), None))
 
@@ -137,10 +137,6 @@ def _autocast_state() -> Undo:
             (partial(torch.set_autocast_dtype, kind), torch.get_autocast_dtype(kind)),
         ]
     return state
-
-
-def _are_alike(one: Undo, other: Undo) -> bool:
-    return [value for _, value in one] == [value for _, value in other]
 
 
 _COLLECTIONS = (list, dict, set, tuple)
