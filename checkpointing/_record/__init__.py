@@ -27,5 +27,5 @@ from .program import (
     clear_programs,
     program_of,
 )
-from .run import Run, Wrapped, slots_of
+from .run import Run
 from .store import Answer, Placement, Places

@@ -55,8 +55,8 @@ class Follower(TorchDispatchMode, Position, Region):
         self.note: Callable[[], Any] | None = None  # what to note of each operator that is recorded
         self.watchers: tuple[CompiledCode | Gathering, ...] = ()
         self._ask: Any = None  # what to keep of results
-        self._here = here = thread.__dict__
-        self._depth = here["depth"]
+        self._here = thread.__dict__
+        self._depth = thread.depth
         self._later = store.later
         self._sees_more()
 
@@ -72,8 +72,9 @@ class Follower(TorchDispatchMode, Position, Region):
 
     # ---- comparing
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or NO_KEYWORDS
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = NO_KEYWORDS
+    ) -> Any:
         if types or self.watchers or self._later or self._here["depth"] != self._depth:
             other_way = self._other_way(func, types)
             if other_way is not None:
@@ -119,7 +120,9 @@ class Follower(TorchDispatchMode, Position, Region):
 
     def _follows(self, func: Any, types: Any) -> bool:
         """Whether tensors of these types are like plain ones here."""
-        if not any(map(_dispatches, types)):
+        # A `DeviceMesh` comes by, too: no tensor.
+        dispatches = [getattr(kind, "__torch_dispatch__", _plain_dispatch) for kind in types]
+        if {*dispatches} == {_plain_dispatch}:
             return True
         # Fake tensors are asked for their device at any time.
         if func is torch.ops.prim.device.default or _torch.fake_mode() is not self.fake_mode:
@@ -240,11 +243,11 @@ class Follower(TorchDispatchMode, Position, Region):
         self._forget(step)
         tensors, given = tensors_of(result), (*args, *kwargs.values())
         following = tuple([other for other in self.step.next if other.count == len(tensors)])
-        known = self.known.find(following, step.call, given)
-        other = known or self._new_step(step.call, args, kwargs)
+        found = self.known.find(following, step.call, given)
+        other = found or self._new_step(step.call, args, kwargs)
         self._prepare(other, args, kwargs)
         self.cells += map(ref, tensors)
-        if known is None:
+        if other.count is None:
             self._add_new(other, args, kwargs, result)
         self._hold_decisions(other)
         return other
@@ -361,12 +364,6 @@ class Follower(TorchDispatchMode, Position, Region):
         while not isinstance(region, Follower | None):
             region = region.outer
         return region in (None, self)
-
-
-def _dispatches(kind: type[Tensor]) -> bool:
-    """Whether a subclass of Tensor has a `__torch_dispatch__` of its own. (A `DeviceMesh` comes by,
-    too: no tensor.)"""
-    return getattr(kind, "__torch_dispatch__", _plain_dispatch) is not _plain_dispatch
 
 
 def _leave_alone(func: Any, types: Any, args: Any, kwargs: Any) -> Any:

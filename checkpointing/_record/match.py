@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import is_parameter, root_of
+from .._engine import is_parameter
 from .program import (
     NOT_WRITTEN,
     ON_MADE,
@@ -31,7 +31,6 @@ from .program import (
     Met,
     Origin,
     Parts,
-    Slot,
     Step,
     Varying,
 )
@@ -79,8 +78,8 @@ class Matcher:
         """These tensors take the next cells."""
         for first, tensor in zip(firsts, met, strict=True):
             self._cells.append(ref(tensor))
-            if type(first.origin) is str and _has_storage(tensor):  # it is the first one there
-                self._outside[_storage_id(tensor)] = first.cell
+            if type(first.origin) is str:  # it is the first one there
+                self._outside[_storage_of(tensor)] = first.cell
             if first.refers is not None:
                 self._store.refer(first.refers, tensor)
 
@@ -110,7 +109,7 @@ class Matcher:
             return False
         is_one = first.is_parameter
         if not is_whole:
-            is_one = first.is_lent or is_parameter(root_of(arg)) is first.is_parameter
+            is_one = first.is_lent or is_parameter(arg) is first.is_parameter
             is_one = is_one and first.refers is None
         if is_one:
             met.append(arg)
@@ -129,7 +128,7 @@ class Matcher:
             for place, (known, arg) in enumerate(zip(step.args, given, strict=True)):
                 if self.matches(known, arg, met):
                     continue
-                if not _may_both_vary(known, arg):
+                if not (type(known) is type(arg) and _may_vary(known) and _may_vary(arg)):
                     break  # what follows may name a cell that this argument has not taken
                 others.append(place)
             else:
@@ -190,10 +189,8 @@ class Matcher:
             if tensor is not None:
                 made.setdefault(_storage_of(tensor), cell)
         self._looked_at = len(cells)
-        there = made.get(place)
-        if there is None:
-            return False
-        return any(self._is_at(cell, place) for cell in range(there, len(cells)))
+        there = range(made.get(place, len(cells)), len(cells))
+        return any(self._is_at(cell, place) for cell in there)
 
 
 def _are_same(known: Any, arg: Any) -> bool:
@@ -201,7 +198,7 @@ def _are_same(known: Any, arg: Any) -> bool:
     kind = type(known)
     if isinstance(known, type):  # of an object
         return type(arg) is known
-    if type(arg) is not kind or kind in (Slot, torch.ScriptObject):
+    if type(arg) is not kind or kind is torch.ScriptObject:
         return False
     if kind in (float, complex, list, tuple):  # 0.0 is not -0.0, nor 0
         return bool(_bits(known) == _bits(arg))
@@ -217,12 +214,8 @@ def _bits(number: Any) -> Any:
     return [*map(_bits, number)] if type(number) in (list, tuple) else repr(number)
 
 
-def _may_both_vary(known: Any, arg: Any) -> bool:
-    """Whether two arguments are of one kind, of which each run may have its own."""
-    return type(known) is type(arg) and _may_vary(known) and _may_vary(arg)
-
-
 def _may_vary(number: Any) -> bool:
+    """Whether each run may have its own argument of this kind."""
     if type(number) in (list, tuple, torch.Size):
         return {*map(type, number)} <= {int, float}
     return type(number) in (int, float, complex, torch.Generator)

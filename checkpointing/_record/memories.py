@@ -109,15 +109,10 @@ class Memories:
         if step.info.gathers:
             for number, _ in step.states:
                 self._memories[number].is_lent = True
-        if step.event is UNSEEN:
-            self._write_unseen(step.index)
-
-    def _write_unseen(self, index: int) -> None:
-        """Anything but parameters may have been written."""
-        for memory in self._memories.values():
-            if not memory.is_parameter:
+        for memory in self._memories.values() if step.event is UNSEEN else ():
+            if not memory.is_parameter:  # anything else may have been written
                 memory.state = OUTSIDE
-                memory.write(index)
+                memory.write(step.index)
 
     def is_sure(self, cell: int) -> bool:
         """Whether a replay gives the same again in a cell."""

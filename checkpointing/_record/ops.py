@@ -25,7 +25,7 @@ class Info:
         tags = getattr(func, "tags", ())
         self.func = func  # held, since INFOS finds it by its id
         self.run = _torch.quick_call(func)
-        self.statistics, self._switch = STATISTICS.get(name, ((), None))
+        self.statistics, self.switch = STATISTICS.get(name, ((), None))
         self.communicates = space in COMMUNICATION
         self.gathers = space == "fsdp"  # parameters into memory that is given back
         # Custom operators may draw random numbers without torch's tag: compare the generators.
@@ -79,10 +79,6 @@ class Info:
         """The tensors that a call with these arguments writes."""
         given = by_place(args, kwargs)
         return tensors_of([given.get(place) for place in self.targets])
-
-    def updates_statistics(self, given: dict[Any, Any]) -> bool:
-        """Whether a call with these arguments updates the statistics that it takes."""
-        return bool(given.get(self._switch, self.statistics))  # without a switch: if it has any
 
 
 # The schema of operators without one: they take and return anything.

@@ -99,13 +99,13 @@ class Pieces:
             if not self._held[storage]:
                 del self._held[storage]
 
-    def may_write(self, asked: Hold, tensor: Tensor) -> bool:
-        """Whether earlier pieces have written there, as the next block may before backward."""
-        is_filled = not (asked.is_parameter or asked.is_hidden)
-        return is_filled and _torch.storage_of(tensor) in self._written
-
-    def copy(self, tensor: Tensor) -> Held:
-        """A copy, the same for all pieces until something is written."""
+    def copy_of(self, asked: Hold, tensor: Tensor) -> Held | None:
+        """A copy, the same for all pieces until something is written, where earlier pieces have
+        written: so may the next block before backward."""
+        if asked.is_parameter or asked.is_hidden:
+            return None
+        if _torch.storage_of(tensor) not in self._written:
+            return None
         return Aliased(without_recording(self.copies.of, tensor), "an input")
 
     def before_write(self, step: Step, targets: Iterable[Tensor]) -> None:

@@ -101,12 +101,11 @@ class Position:
     ) -> Step:
         """Something has happened between two steps."""
         step = self.known.find(self.finish_step(), (event,), args)
-        is_new = step is None
         if step is None:
             self.own_program()
             step = self._recorder_here().event(self.step, event, args)
         self.cells += map(ref, results)
-        if is_new:
+        if step.count is None:
             self._add(step, [*results])
         if event is UNSEEN:
             self.store.before_unseen_writes(step)

@@ -131,8 +131,8 @@ class Slot:
     firsts: tuple[First, ...] = ()  # itself, if the run meets it here
     holds: tuple[Hold, ...] = ()
     is_read: bool = False  # whether a region inside takes it, rather than an operator
-    is_usual: bool = False  # neither that, nor a part, nor a tensor that is met here
-    joins: bool = False  # whether it is another part of the tensor that the slot before belongs to
+    is_usual: bool = False  # neither that, nor a tensor that is met here
+    joins: bool = False
     memory: int | None = None  # of which autograd saves something here for the first time
     cell: int = -1
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import entered_from, is_parameter, root_of
+from .._engine import entered_from, is_parameter
 from .decisions import find_decisions
 from .match import Matcher
 from .memories import MADE, OUTSIDE, UNFILLED, Memories, Memory
@@ -96,7 +96,7 @@ class Recorder(Memories):
         if type(origin) is int:
             memory = self.memory_of[origin]
         number = cell if memory is None else memory.number
-        first = First(cell, origin, number, is_parameter(root_of(tensor)), tensor.requires_grad)
+        first = First(cell, origin, number, is_parameter(tensor), tensor.requires_grad)
         if memory is not None and memory.is_lent:
             first.is_lent = first.is_parameter = True
         elif first.is_parameter and origin is OWN and there is not None:
@@ -144,7 +144,9 @@ class Recorder(Memories):
         func, grad_mode, count, names = call
         self._step = step = Step(parent, func, call, info, grad_mode=grad_mode)
         step.cells_before = len(self.memory_of)
-        step.plain = _COMPARED[info.has_sizes, _has_usual_floats(given.values())]
+        # All floats are the same as any that is equal: neither nan, nor a zero with its sign.
+        is_usual = all(abs(arg) > 0 for arg in given.values() if type(arg) is float)
+        step.plain = _COMPARED[info.has_sizes, is_usual]
         has_zeros = any(map(_torch.is_zeros, tensors_of([*given.values()])))
         step.run = _torch.with_zeros(info.run) if has_zeros else info.run
         if info.is_view:
@@ -202,7 +204,7 @@ class Recorder(Memories):
                 memory.state = OUTSIDE
                 step.states += ((memory.number, OUTSIDE),)
         written = tensors_of([given.get(place) for place in info.targets])
-        step.updates = info.updates_statistics(given)
+        step.updates = bool(given.get(info.switch, info.statistics))  # no switch: if it has any
         step.effect = (
             info.communicates
             or given.get(info.random_state) is not None
@@ -334,9 +336,8 @@ class Recorder(Memories):
                 step.decides = (Hold(self.value(cell), memory.number),)
         return self._end(step)
 
-    def slot(self, tensor: Tensor, is_read: bool, joins: bool) -> Slot:
-        """What autograd saves now; `is_read`: for a region inside, `joins`: as another part of the
-        tensor before."""
+    def slot(self, tensor: Tensor, is_read: bool) -> Slot:
+        """What autograd saves now; `is_read`: for a region inside."""
         self._step = step = Step(None, _INSIDE if is_read else None)
         template = self._name(tensor)
         cell = template.cell
@@ -346,15 +347,9 @@ class Recorder(Memories):
         if not memory.has(cell):
             # Autograd saves it before the operator runs that fills it: nothing is in it yet.
             self._hold(template, is_hidden=memory.state is UNFILLED)
-        slot = Slot(self.value(cell), step.firsts, step.holds, is_read=is_read, joins=joins)
-        slot.is_usual = not any((step.firsts, step.holds, joins, is_read))
+        slot = Slot(self.value(cell), step.firsts, step.holds, is_read)
+        slot.is_usual = not any((step.firsts, step.holds, is_read))
         slot.memory = None if memory.is_saved else memory.number
         self.has_saved(memory)
         self._end(step)
         return slot
-
-
-def _has_usual_floats(args: Any) -> bool:
-    """Whether all floats are the same as any that is equal: neither nan, nor a zero with its
-    sign."""
-    return all(abs(arg) > 0 for arg in args if type(arg) is float)

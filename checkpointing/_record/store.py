@@ -110,23 +110,22 @@ class Store:
         tensor = self.cells[asked.value[0]]()
         self._unplan(asked.value)  # another plan would let it go
         if asked.value not in self.held:
-            if self.pieces is not None and self.pieces.may_write(asked, tensor):
-                self.held[asked.value] = self.pieces.copy(tensor)
+            copied = self.pieces and self.pieces.copy_of(asked, tensor)
+            if copied:
+                self.held[asked.value] = copied
                 return
+            # In a backward inside the block, which a rerun of the enclosing region may meet at
+            # another time.
+            is_apart = thread.depth != self._depth or _graph_task_id() != self.task
             hooks = self.hooks
             # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`).
-            if asked.is_hidden or asked.is_lent or self._is_apart():
+            if asked.is_hidden or asked.is_lent or is_apart:
                 hooks = None
             self._hold_as(asked, tensor, hooks, asked.reader or "a tensor that it saved")
             if asked.is_lent:
                 self.held[asked.value].is_parameter = True
         if asked.is_copied:
             self.held[asked.value].freeze(lambda: _torch.copy(tensor))
-
-    def _is_apart(self) -> bool:
-        """Whether a backward inside the block runs, which a rerun of the enclosing region may meet
-        at another time."""
-        return thread.depth != self._depth or _graph_task_id() != self.task
 
     def refer(self, asked: Hold, parameter: Tensor) -> None:
         """Hold a parameter by itself."""

@@ -8,8 +8,7 @@ holder runs the window of its group.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import Any
 from weakref import ref
@@ -30,6 +29,7 @@ from .._engine import (
     enter_switches,
     regions,
     undo_all,
+    unpack,
     warn,
 )
 from .._plan import Group, Plan, attach, plan_of
@@ -38,11 +38,8 @@ from .._record import (
     Path,
     Pieces,
     Run,
-    Slot,
     Value,
-    Wrapped,
     size_pieces,
-    slots_of,
     was_given_back,
 )
 from .execution import Execution, Work
@@ -69,16 +66,11 @@ class Stock:
         self.numbers: dict[int, Any] = source.numbers
         self.shapes: dict[int, Any] = source.shapes
 
-    def owner(self, slot: int) -> int:
-        """Which holder of the frame has a slot."""
-        return self.first_holder + self.group.path.owners[slot]
-
     def wanted(self, holders: Sequence[ref[Holder]], task: Task) -> dict[int, Holder]:
         """By slot: the live holders that the graph task may still open."""
-        owners, first = self.group.path.owners, self.first_holder
         found: dict[int, Holder] = {}
         for slot in self.group.slots:
-            holder = holders[first + owners[slot]]()
+            holder = holders[self.first_holder + slot]()
             if holder is not None and holder.slot not in task:
                 found[slot] = holder
         return found
@@ -91,7 +83,22 @@ class Stock:
 class _Holder(Holder):
     __slots__ = ("stock",)
 
-    stock: Stock  # once the block has ended
+    stock: Stock  # once the block has ended, or a backward inside it has begun
+
+
+class Wrapped:
+    """A wrapper subclass, taken apart: its parts have holders."""
+
+    def __init__(self, tensor: Any, pack: Callable[[Tensor], Holder]) -> None:
+        names, self.context = tensor.__tensor_flatten__()
+        self.kind = type(tensor)
+        self.size, self.stride = tensor.size(), tensor.stride()
+        parts = {name: getattr(tensor, name) for name in names}  # one may be a `DeviceMesh`
+        self.parts = {k: pack(v) if isinstance(v, Tensor) else v for k, v in parts.items()}
+
+    def unwrapped(self) -> Tensor:
+        parts = {k: unpack(v) if type(v) is _Holder else v for k, v in self.parts.items()}
+        return _torch.unflatten(self.kind, parts, self.context, self.size, self.stride)
 
 
 class Replay(Frame):
@@ -116,7 +123,6 @@ class Replay(Frame):
         self._ends: list[int] = []  # operators before these
         self.plan: Plan | None = None  # when the block has ended
         self._order: list[ref[Moved]] | None = None
-        self._stocks: dict[int, Stock] = {}  # by slot: what a backward inside the block starts from
 
     # ---- what the holders get
 
@@ -124,6 +130,10 @@ class Replay(Frame):
         holder, holders = _Holder(), self.holders
         holder.frame = self
         holder.slot = len(holders)
+        if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+            holder.slot = ~holder.slot  # which no part has
+            holder.saved = self._wrapped(tensor)
+            return holder
         holders.append(ref(holder))
         holder.saved = self.save(tensor)
         if self.check is not None:
@@ -133,6 +143,18 @@ class Replay(Frame):
         return holder
 
     _torch.mark_as_torchs_own(pack)
+
+    def _wrapped(self, tensor: Tensor) -> Wrapped:
+        """Take a wrapper subclass apart. Of an input of a region inside, all parts are inputs."""
+        run = self.run
+        announced, run.announced = run.announced, None
+
+        def pack(part: Tensor) -> Holder:
+            if announced is not None:
+                run.announce(part)
+            return self.pack(part)
+
+        return Wrapped(tensor if announced is None else announced, pack)
 
     def allow_pieces(self) -> None:
         """Where the paths of a site do not come again, the block is several, one after the other,
@@ -171,18 +193,16 @@ class Replay(Frame):
         return plan.complaint
 
     def _hand_over(self) -> Plan:
-        """What windows need goes to the holders, which own it from here on."""
+        """What windows need goes to the holders."""
         run, store = self.run, self.run.store
         plan = self._find_plan()
         holders: Any = [weak() for weak in self.holders[store.first_holder :]]
-        owners = plan.path.owners
         for group in plan.groups_for(run):
-            alive = [slot for slot in group.slots if holders[owners[slot]] is not None]
+            alive = [slot for slot in group.slots if holders[slot] is not None]
             if alive:
                 stock = Stock(group, store.held, store, alive)
                 for slot in alive:
-                    holders[owners[slot]].stock = stock
-        self._stocks = {}
+                    holders[slot].stock = stock
         return plan
 
     def _find_plan(self) -> Plan:
@@ -207,18 +227,14 @@ class Replay(Frame):
     def _stock_of(self, holder: Any) -> Stock:
         if hasattr(holder, "stock"):
             return holder.stock  # type: ignore[no-any-return]
-        slot, run = holder.slot, self.run
-        run.program.history.stay_whole()
+        run = self.run  # in which a backward has begun
+        run.program.history.stays_whole = True
         if run.may_begin_anew():
             self._leave()
             run.begin_anew(self.holders)
-            return holder.stock  # type: ignore[no-any-return]
-        if slot not in self._stocks:  # a backward inside the block
-            store = run.store
-            for group in self._find_plan().groups_for(run):
-                stock = Stock(group, store.held, store, group.slots)
-                self._stocks.update((stock.owner(slot), stock) for slot in group.slots)
-        return self._stocks[slot]
+        else:
+            self._hand_over()
+        return holder.stock  # type: ignore[no-any-return]
 
     # ---- as a frame
 
@@ -228,7 +244,9 @@ class Replay(Frame):
     def at_hand(self, holder: Holder) -> Tensor | None:
         """A value that is held by itself: nothing to compute, nothing to share."""
         slot = holder.saved
-        if self._computes_all or type(slot) is not Slot:
+        if type(slot) is Wrapped:
+            return slot.unwrapped()
+        if self._computes_all:
             return None
         held = self._stock_of(holder).held.get(slot.value)
         if type(held) is not Aliased or held.is_stale:
@@ -289,18 +307,10 @@ class Replay(Frame):
         execution = Execution(window, stock, self, work)
         if self.run.store.movers and self.complete:
             self._prefetch(stock)
-        parts: dict[int, list[Tensor]] = defaultdict(list)  # by holder
         for number, tensor in sorted(execution.make().items()):
             holder = holders[number]
-            saved = holder.saved
-            if type(saved) is Wrapped:
-                mine = parts[holder.slot]
-                mine.append(tensor)
-                if len(mine) == len([*slots_of(saved)]):
-                    self.deliver(holder, saved.unwrapped(iter(mine)), work)
-                continue
-            if not hasattr(holder, "stock"):
-                self.run.adopt(tensor, saved)
+            if self.plan is None and holder.slot >= self.run.store.first_holder:
+                self.run.adopt(tensor, holder.saved)
             self.deliver(holder, tensor, work)
 
     def _part_of(self, holder: Holder, work: Work) -> Stock:
@@ -334,7 +344,7 @@ class Replay(Frame):
             if all(self.at_hand(wanted[slot]) is not None for slot in mine):
                 continue  # they are handed out without it, and it would stay
             part_stock = Stock(part, held, stock, mine)
-            found.update((stock.owner(slot), part_stock) for slot in mine)
+            found.update((stock.first_holder + slot, part_stock) for slot in mine)
         return found
 
     def _prefetch(self, stock: Stock) -> None:
@@ -357,9 +367,8 @@ class Replay(Frame):
 
     def maker(self, holder: Any, tensor: Tensor) -> str | None:
         path = holder.stock.group.path if hasattr(holder, "stock") else self.run.so_far()
-        steps = [path.maker_of(slot.value) for slot in slots_of(holder.saved)]
-        known = (str(step.func) for step in steps if step is not None)
-        return next(known, None) or super().maker(holder, tensor)
+        step = path.maker_of(holder.saved.value)
+        return super().maker(holder, tensor) if step is None else str(step.func)
 
     def counts(self) -> tuple[int, tuple[int, ...]]:
         """How many operators were recorded, and where among them the cuts are."""
@@ -387,7 +396,7 @@ class Replay(Frame):
 def _drop(stock: Stock, parts: dict[int, Stock]) -> None:
     """Its window has run, or has been taken apart."""
     for slot in stock.group.slots:
-        parts.pop(stock.owner(slot), None)
+        parts.pop(stock.first_holder + slot, None)
 
 
 def _holding(path: Path, value: Value, held: Held) -> Holding:

@@ -58,17 +58,13 @@ class Buffers:
         flags: dict[nn.Module, Any] = {}  # None: frozen TorchScript, which has no flag
         # With the buffers they had, and the numbers beside these.
         self._entries: list[tuple[nn.Module, dict[str, Any], list[Any]]] = []
-        self._owners = []  # modules with parameters
         modules: list[nn.Module | None] = [*inputs.modules]
         for module in modules:
             if module is None or module in flags:
                 continue
             flags[module] = getattr(module, "training", None)
-            children, own, buffers = _torch.parts_of_module(module)
-            if children:
-                modules += children.values()
-            if own:
-                self._owners.append(module)
+            children, buffers = _torch.parts_of_module(module)
+            modules += children.values()
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
                 inputs.generators += _generators_of(module)
             if buffers:
@@ -77,9 +73,9 @@ class Buffers:
         self._parameters = self._present()
         inputs.devices |= {tensor.device for tensor in self._parameters if not tensor.is_cpu}
         self._trained = [
-            (tensor, tensor._version)
+            (tensor, version)
             for tensor in self._parameters
-            if tensor.requires_grad and not (_torch.is_lazy(tensor) or tensor.is_inference())
+            if tensor.requires_grad and (version := _torch.version(tensor)) >= 0
         ]
         self._guarded: list[Aliased] = []
         if self._entries:
@@ -136,7 +132,7 @@ class Buffers:
         return [each for each, version in self._trained if each._version != version]
 
     def _present(self) -> list[Tensor]:
-        owned = [module._parameters.values() for module in self._owners]
+        owned = [module._parameters.values() for module in self._flags]
         return [tensor for own in owned for tensor in own if tensor is not None]
 
     def enter(self, frame: object, undo: Undo) -> None:
@@ -204,8 +200,8 @@ def _numbers_of(module: nn.Module) -> list[Any]:
     """Numbers and sizes in the attributes of a module that has caches."""
     if not _torch.buffers_of_module(module)[1]:
         return []
-    parts = [part if type(part) in ATOMS else [*items_of(part)] for part in vars(module).values()]
-    return [each for each in parts if type(each) is not list or ATOMS.issuperset(map(type, each))]
+    parts = [(part, *items_of(part)) for part in vars(module).values()]
+    return [[each for each in part if type(each) in ATOMS] for part in parts]
 
 
 def _grown(module: nn.Module, numbers: list[Any], then: dict[str, Any]) -> dict[str, Any]:
