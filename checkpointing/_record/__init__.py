@@ -5,7 +5,6 @@ slots, values and numbers are those of this step.
 """
 
 from .follow import shapes_of
-from .gathered import was_given_back
 from .ops import tensors_of
 from .path import Path
 from .pieces import Ends, Pieces, size_pieces

@@ -9,8 +9,6 @@ and save.
 Invariant: a run pays nothing while inductor is not loaded.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,8 +11,6 @@ Rejected: holding what is read, at the first reader. Readers read views, and aut
 base.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -13,8 +13,6 @@ Rejected: holding results strongly while a block runs. It changes what torch doe
 saves.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -7,8 +7,6 @@ values alive at a cut are kept, and no window crosses it.
 Invariant: a run pays nothing until it meets an operator of FSDP2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 from weakref import ref
@@ -53,9 +51,3 @@ class Gathering:
                     self._run.keep_at(tensor)
                     self._kept[key] = ref(tensor)
         self._cut_at = len(cells)
-
-
-def was_given_back(parameter: Tensor) -> bool:
-    """Whether the memory of a parameter has been given back. Kernels would crash on it."""
-    is_empty = _torch.has_storage(parameter) and not parameter.untyped_storage().nbytes()
-    return is_empty and parameter.numel() > 0

@@ -4,8 +4,6 @@ Where they do, whole paths are planned. Where experts are chosen in each step, l
 or a loop takes another number of turns, blocks are taken in pieces (`pieces.py`).
 """
 
-from __future__ import annotations
-
 
 class History:
     """Which ways the last runs of a site have gone."""

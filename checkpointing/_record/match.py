@@ -8,8 +8,6 @@ A call is compared without any effect. When a step has been found, the tensors t
 take their cells.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from itertools import repeat

@@ -3,8 +3,6 @@
 Invariant: it follows from the path alone, so it is found again when a run leaves its program.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,9 +104,9 @@ class Memories:
             if step.is_view and not step.effect and memory.state is OUTSIDE:
                 base = step.reads[0][0]  # on the same memory, unless that is sparse
                 memory.there[cell] = self.memory_of[base].there[base]
-        if step.info.gathers:
-            for number, _ in step.states:
-                self._memories[number].is_lent = True
+        for number, _ in step.states if step.info.gathers else ():
+            gathered = self._memories[number]
+            gathered.is_lent = gathered.is_parameter = True
         for memory in self._memories.values() if step.event is UNSEEN else ():
             if not memory.is_parameter:  # anything else may have been written
                 memory.state = OUTSIDE
@@ -181,13 +179,8 @@ class Memories:
 
     def _tensors_of(self, memory: Memory) -> Iterator[Tensor]:
         """The tensors that are alive of those that have been there. Mostly the first one is, so
-        that nobody looks further; those before it are forgotten."""
-        cells = memory.cells
-        while cells and self.tensor_in(cells[0]) is None:
-            del cells[0]
-        for tensor in map(self.tensor_in, cells):
-            if tensor is not None:
-                yield tensor
+        that nobody looks further."""
+        return (tensor for tensor in map(self.tensor_in, memory.cells) if tensor is not None)
 
     def find_gone(self, step: Step) -> None:
         """Note the memories of recorded operators that nobody holds any more after a step."""

@@ -1,7 +1,5 @@
 """The traits of an operator that recording needs: found once, mostly from its schema."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +35,7 @@ class Info:
         # In a mode, torch does not count versions up for these: each block does.
         self.is_uncounted = self.base.startswith("_foreach_")
         # It allocates memory without filling it.
-        self.allocates = name == "aten::resize_" or name.startswith(_ALLOCATE)
+        self.allocates = _ALLOCATES.match(name) is not None
         # Its first argument only lends its metadata. Else a dropout mask would need the matrix
         # product before it in every replay.
         self.metadata_only = _READS_METADATA.match(full_name) is not None
@@ -50,7 +48,7 @@ class Info:
         writes: tuple[int | str, ...] = tuple(
             argument.name if argument.kwarg_only else place
             for place, argument in enumerate(schema.arguments)
-            if argument.alias_info and argument.alias_info.is_write
+            if getattr(argument.alias_info, "is_write", False)
         )
         self.writes = writes + self.statistics if writes else ()  # with `out=`
         # It does not read the memory that it writes.
@@ -86,7 +84,7 @@ _ANYTHING = SimpleNamespace(type="List[Any], Tensor", alias_info=None)
 _UNKNOWN = SimpleNamespace(arguments=(), returns=(_ANYTHING,))
 _OTHER_LISTS = re.compile(r"List\[(?!Tensor|int\])")  # than those of tensors, or of sizes
 _READS_METADATA = re.compile(r"aten::(new_|\w+_like\b|bernoulli\.p$)")
-_ALLOCATE = ("aten::empty", "aten::new_empty")
+_ALLOCATES = re.compile(r"aten::(empty|new_empty|resize_$)")
 # Operators that are not recorded: torch asks for the sizes of a nested tensor where an exception
 # would end the process; efficient zeros are noticed when they are read. (`set_` gives a tensor
 # another storage and writes none.)

@@ -75,7 +75,7 @@ class Path:
 
     def _add_given(self, asked: Hold) -> None:
         self.given.add(asked.value)
-        if asked.is_parameter or asked.is_lent:
+        if asked.is_parameter:
             self.parameters.add(asked.value)
 
     def _add_slot(self, slot: Slot, index: int) -> None:

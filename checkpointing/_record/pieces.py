@@ -13,8 +13,6 @@ Rejected: a plan in one pass for each new path. A step took 2 to 4 times as long
 checkpoint around each layer; it is 1.0 to 1.2 times now.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set

@@ -1,7 +1,5 @@
 """Positions: where a run is in its program, and how the program grows there."""
 
-from __future__ import annotations
-
 from typing import Any
 from weakref import ref
 

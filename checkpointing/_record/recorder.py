@@ -24,8 +24,6 @@ Rejected: keeping a recorder while a run follows its program. What a recorder kn
 path, so it is found again when the run leaves the program.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -210,11 +208,11 @@ class Recorder(Memories):
             or given.get(info.random_state) is not None
             or not all(map(self._can_be_made, written))
         )
-        step.draws = info.may_draw and not step.effect
         has_generator = torch.Generator in map(type, given.values())
         step.is_quick_draw = not (info.custom or has_generator)
-        if info.metadata_only and not step.effect:
-            step.reads_metadata = _has_storage(given[0])
+        if not step.effect:
+            step.draws = info.may_draw
+            step.reads_metadata = info.metadata_only and _has_storage(given[0])
         step.args = tuple([self._template(place, arg) for place, arg in given.items()])
 
     def _can_be_made(self, target: Tensor) -> bool:

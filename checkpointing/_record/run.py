@@ -4,8 +4,6 @@ A run follows its program (`follow.py`) and holds values (`store.py`). Here is w
 it: autograd, the regions inside, `keep` and its like.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from .program import BROUGHT_BACK, UNSEEN, Known, Program, Slot
 from .store import Store
 
 _RESTING = -1  # no depth of recomputes
-_is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 
 
 class Run(Follower):
@@ -102,8 +99,9 @@ class Run(Follower):
         """Whether the rest of the block can be treated as a new run, since a backward inside has
         begun. In hooks, each value that is met once more would be a slot, which a rerun must make
         at the same place. With `create_graph` alone, gradients are wanted in backward."""
-        keeps_graph = _is_grad_enabled()
-        return self.store.hooks is None and not keeps_graph and _graph_task_id() != self.store.task
+        if self.store.hooks is not None or _torch.graph_task_id() == self.store.task:
+            return False
+        return not torch.is_grad_enabled()
 
     def begin_anew(self, holders: list[Any]) -> None:
         """Holders have what they need, so the rest of the block is like another run, as in a loop
@@ -117,7 +115,7 @@ class Run(Follower):
     def _wakes_up(self, func: Any) -> bool:
         if self._depth != _RESTING or self._here["depth"] != self._awake:
             return False
-        if not _is_grad_enabled() or info_of(func).is_passed:
+        if not torch.is_grad_enabled() or info_of(func).is_passed:
             return False
         self._depth = self._awake
         if not any(holder() is not None for holder in self._holders):

@@ -7,8 +7,6 @@ geometry that both have in this very run.
 Invariant: a value that is held stays as it was when it was read, or fetching it is an error.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
@@ -21,8 +19,6 @@ from .._engine import CPU_RNG, Aliased, Destination, Generators, Held, Mover, ho
 from .ops import generators_of
 from .pieces import Pieces, must_copy
 from .program import NOT_WRITTEN, Cells, Hold, Step, Value
-
-_graph_task_id = _torch.graph_task_id
 
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
 Answer = bool | Destination
@@ -55,7 +51,7 @@ class Store:
         self.movers: dict[Destination, Mover] = {}
         self.hooks = hooks  # or a mover: who takes inputs
         self._preserve_rng_state = preserve_rng_state
-        self.task = _graph_task_id()  # of the rerun that this is part of, if of one
+        self.task = _torch.graph_task_id()  # of the rerun that this is part of, if of one
         self.pieces: Pieces | None = None  # of a block whose paths never come again
         self._depth = thread.depth
         # What to do when the last operator has returned, which has still to count versions up.
@@ -116,7 +112,7 @@ class Store:
                 return
             # In a backward inside the block, which a rerun of the enclosing region may meet at
             # another time.
-            is_apart = thread.depth != self._depth or _graph_task_id() != self.task
+            is_apart = thread.depth != self._depth or _torch.graph_task_id() != self.task
             hooks = self.hooks
             # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`).
             if asked.is_hidden or asked.is_lent or is_apart:
@@ -141,8 +137,8 @@ class Store:
 
     def keep_planned(self, asked: Hold, counts: bool) -> None:
         """Hold what a plan keeps, if there is room; `counts`: in the budget."""
-        tensor = self.cells[asked.value[0]]()
-        if tensor is None or asked.value in self.held:
+        tensor = self._unheld(asked.value)
+        if tensor is None:
             return
         assert self.placement is not None
         budget, place, _ = self.placement
@@ -155,13 +151,17 @@ class Store:
 
     def decide(self, asked: Hold) -> None:
         """Hold a decision."""
-        tensor = self.cells[asked.value[0]]()
+        tensor = self._unheld(asked.value)
         self._unplan(asked.value)
-        if tensor is not None and asked.value not in self.held:
+        if tensor is not None:
             self._hold_as(asked, tensor, None, "a decision")
             nbytes = _torch.memory_size(tensor)
             self.decided_bytes += nbytes
             self.kept_bytes += nbytes
+
+    def _unheld(self, value: Value) -> Tensor | None:
+        """A value that exists, and is not held yet."""
+        return None if value in self.held else self.cells[value[0]]()
 
     def _hold_kept(self, asked: Hold, tensor: Tensor, mover: Mover | None) -> None:
         is_moved = mover is not None and mover.takes(tensor)

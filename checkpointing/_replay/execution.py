@@ -5,8 +5,6 @@ it writes are copied when they are fetched. Before it writes, the targets that i
 overlap with what is written are copied, by the geometry that both have in this very run.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import Tensor
 from .. import _torch, errors
 from .._engine import Frame, Moved, Task, Undo, described
 from .._plan import Found, Instruction, Window
-from .._record import Like, shapes_of, tensors_of, was_given_back
+from .._record import Like, shapes_of, tensors_of
 
 
 def fetch(held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
@@ -31,6 +29,12 @@ def fetch(held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
         if held.is_packed and type(held) is not Moved:
             inputs[held] = tensor
     return tensor
+
+
+def was_given_back(parameter: Tensor) -> bool:
+    """Whether FSDP2 has given back the memory of a parameter. Kernels would crash on it."""
+    is_empty = _torch.has_storage(parameter) and not parameter.untyped_storage().nbytes()
+    return is_empty and parameter.numel() > 0
 
 
 class Work(Task):

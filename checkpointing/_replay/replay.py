@@ -6,8 +6,6 @@ needs is freed when the block ends, and the rest goes as backward passes by (rul
 holder runs the window of its group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import Any
@@ -40,9 +38,8 @@ from .._record import (
     Run,
     Value,
     size_pieces,
-    was_given_back,
 )
-from .execution import Execution, Work
+from .execution import Execution, Work, was_given_back
 
 _MUCH, _NEARLY_ALL = 1 << 26, 0.9  # bytes that a block saves, and the part that backward needs
 _AHEAD = 2  # how many offloaded tensors are prefetched
@@ -193,23 +190,10 @@ class Replay(Frame):
         return plan.complaint
 
     def _hand_over(self) -> Plan:
-        """What windows need goes to the holders."""
+        """What windows need goes to the holders. Returns the plan for what the run has done."""
         run, store = self.run, self.run.store
-        plan = self._find_plan()
-        holders: Any = [weak() for weak in self.holders[store.first_holder :]]
-        for group in plan.groups_for(run):
-            alive = [slot for slot in group.slots if holders[slot] is not None]
-            if alive:
-                stock = Stock(group, store.held, store, alive)
-                for slot in alive:
-                    holders[slot].stock = stock
-        return plan
-
-    def _find_plan(self) -> Plan:
-        """The plan for what the run has done so far."""
-        run = self.run
         run.finish_step()
-        old = run.step.plan
+        old: Plan | None = run.step.plan
         if old is not None and old.suits(run):
             plan = old
         else:
@@ -222,7 +206,14 @@ class Replay(Frame):
         run.program.expected = plan
         if old is not None and plan.size > old.size:
             run.program.grow(plan.size)
-        return plan  # type: ignore[no-any-return]
+        holders: Any = [weak() for weak in self.holders[store.first_holder :]]
+        for group in plan.groups_for(run):
+            alive = [slot for slot in group.slots if holders[slot] is not None]
+            if alive:
+                stock = Stock(group, store.held, store, alive)
+                for slot in alive:
+                    holders[slot].stock = stock
+        return plan
 
     def _stock_of(self, holder: Any) -> Stock:
         if hasattr(holder, "stock"):

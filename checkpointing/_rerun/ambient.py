@@ -11,8 +11,6 @@ Rejected: entering `autocast` and other context managers in every recompute, as 
 would be most of a region's overhead.
 """
 
-from __future__ import annotations
-
 import contextvars
 import weakref
 from collections import OrderedDict

@@ -6,8 +6,6 @@ again. Where a `forward_only` function returned its arguments, or views of them,
 its own arguments, or the same views of them.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 
