@@ -277,8 +277,7 @@ class Follower(TorchDispatchMode, Position, Region):
     def _new_step(self, call: Any, args: Any, kwargs: Any) -> Step:
         """A step that is added to the program when it has run."""
         self.own_program()
-        given = by_place(args, kwargs)
-        step = self._recorder_here().step(self.step, call, info_of(call[0]), given)
+        step = self._recorder_here().step(call, by_place(args, kwargs))
         if self.note is not None:
             step.note = self.note()
         return step
@@ -286,7 +285,7 @@ class Follower(TorchDispatchMode, Position, Region):
     def _add_new(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
         if self.store.placement is not None:
             step.flops = _torch.flops_of(step.func, args, kwargs, result)
-        self._add(step, tensors_of(result))
+        self._add(step)
 
     # ---- what a run does beside following
 

@@ -79,10 +79,10 @@ class Position:
             self._recorder = recorder = Recorder(self.store, self.known, steps)
         return recorder
 
-    def _add(self, step: Step, results: list[Tensor]) -> None:
-        """A new step has run."""
+    def _add(self, step: Step) -> None:
+        """A new step has run, and its results are in their cells."""
         assert self._recorder is not None
-        self._recorder.has_run(step, results)
+        self._recorder.has_run(step)
         self.program.add(step)
         if self.plan is not None:
             self.use_plan(None)
@@ -101,10 +101,10 @@ class Position:
         step = self.known.find(self.finish_step(), (event,), args)
         if step is None:
             self.own_program()
-            step = self._recorder_here().event(self.step, event, args)
+            step = self._recorder_here().event(event, args)
         self.cells += map(ref, results)
         if step.count is None:
-            self._add(step, [*results])
+            self._add(step)
         if event is UNSEEN:
             self.store.before_unseen_writes(step)
         elif step.writes:

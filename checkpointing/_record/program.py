@@ -132,7 +132,7 @@ class Slot:
     holds: tuple[Hold, ...] = ()
     is_read: bool = False  # whether a region inside takes it, rather than an operator
     is_usual: bool = False  # neither that, nor a tensor that is met here
-    joins: bool = False
+    joins: bool = False  # no slot does: a holder has one (`_plan` still asks)
     memory: int | None = None  # of which autograd saves something here for the first time
     cell: int = -1
 

@@ -36,7 +36,7 @@ from .._engine import entered_from, is_parameter
 from .decisions import find_decisions
 from .match import Matcher
 from .memories import MADE, OUTSIDE, UNFILLED, Memories, Memory
-from .ops import Info, tensors_of
+from .ops import info_of, tensors_of
 from .program import (
     BROUGHT_BACK,
     FILLED,
@@ -97,7 +97,7 @@ class Recorder(Memories):
         first = First(cell, origin, number, is_parameter(tensor), tensor.requires_grad)
         if memory is not None and memory.is_lent:
             first.is_lent = first.is_parameter = True
-        elif first.is_parameter and origin is OWN and there is not None:
+        elif origin is OWN and there is not None:
             first.is_lent = True  # on memory that the block has made: gathered from one process
         self.met.append(tensor)
         self.add_first(first)
@@ -137,10 +137,11 @@ class Recorder(Memories):
 
     # ---- steps
 
-    def step(self, parent: Step, call: Any, info: Info, given: dict[Any, Any]) -> Step:
+    def step(self, call: Any, given: dict[Any, Any]) -> Step:
         """What an operator is about to do with these arguments."""
         func, grad_mode, count, names = call
-        self._step = step = Step(parent, func, call, info, grad_mode=grad_mode)
+        info = info_of(func)
+        self._step = step = Step(self.at[0], func, call, info, grad_mode=grad_mode)
         step.cells_before = len(self.memory_of)
         # All floats are the same as any that is equal: neither nan, nor a zero with its sign.
         is_usual = all(abs(arg) > 0 for arg in given.values() if type(arg) is float)
@@ -289,11 +290,11 @@ class Recorder(Memories):
             step.writes += (memory.number,)
         return template
 
-    def has_run(self, step: Step, results: list[Tensor]) -> None:
+    def has_run(self, step: Step) -> None:
         """Record the results of an operator, which are in their cells."""
         info = step.info
-        step.count = len(results)
-        for cell, tensor in enumerate(results, len(self.memory_of)):
+        for cell in range(len(self.memory_of), len(self._cells)):
+            tensor = self.tensor_in(cell)
             memory = self.memory_at(tensor)
             if memory is None or step.event is BROUGHT_BACK:
                 state = UNFILLED if info.allocates else MADE
@@ -303,9 +304,10 @@ class Recorder(Memories):
                 step.states += ((cell, state),)
                 step.sizes += ((cell, _torch.memory_size(tensor)),)
             step.memories += ((cell, memory.number),)
+        step.count = len(step.memories)
         self.add(step)
         if step.event is None and not step.effect:
-            find_decisions(self, step, results, self._store)
+            find_decisions(self, step, self._store)
         self.add_decisions(step)
         if self._store.placement is not None:
             self.find_gone(step)
@@ -313,9 +315,9 @@ class Recorder(Memories):
             step.line = entered_from(sys._getframe(1))
         step.is_special |= bool(step.decides)
 
-    def event(self, parent: Step, event: str, args: tuple[Any, ...]) -> Step:
+    def event(self, event: str, args: tuple[Any, ...]) -> Step:
         """What has happened that is no operator: `keep`, `opaque`, a write that nobody saw."""
-        self._step = step = Step(parent, None, (event,), event=event, effect=True, args=args)
+        self._step = step = Step(self.at[0], None, (event,), event=event, effect=True, args=args)
         if event is BROUGHT_BACK:
             (slot,) = args
             step.reads = (slot.value,)

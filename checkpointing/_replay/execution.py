@@ -107,20 +107,20 @@ class Execution:
         _torch.set_grad_enabled(instruction.step.grad_mode)
         for memory in instruction.writes:
             self._save_from(instruction, memory)
-        state = self.random.get(instruction.index) if instruction.step.draws else None
+        state = self.random.get(instruction.index)
         if state is not None:
             state.enter(self.undo)
         args = [self._look(place) for place in instruction.args]
         kwargs = {name: self._look(place) for name, place in instruction.kwargs.items()}
         result = instruction.run(*args, **kwargs)
-        if self.shapes:
+        if instruction.index in self.shapes:
             self._check_shapes(instruction, result)
         return result
 
     def _check_shapes(self, instruction: Instruction, result: Any) -> None:
         """An operator may depend on more than the shapes of its arguments."""
-        was, step = self.shapes.get(instruction.index), instruction.step
-        if was is not None and was != (now := shapes_of(result)):
+        was, now, step = self.shapes[instruction.index], shapes_of(result), instruction.step
+        if was != now:
             line = None if step.line is None else described(step.line)
             raise errors.other_shapes(self.frame, str(step.func), line, was, now)
 
