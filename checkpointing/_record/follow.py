@@ -87,7 +87,7 @@ class Follower(TorchDispatchMode, Position, Region):
         call = func, _is_grad_enabled(), len(args), names
         step = self.known.find(following, call, given)
         if step is None:
-            return self._do_something_new(call, types, args, kwargs)
+            return self._do_something_new(call, given, types, args, kwargs)
         if step.is_special or (step.writes and self.store.holds_on(step.writes)):
             return self._run(step, args, kwargs)
         try:
@@ -258,7 +258,7 @@ class Follower(TorchDispatchMode, Position, Region):
         for tensor in step.info.targets_of(args, kwargs):
             self.written_unseen(tensor)
 
-    def _do_something_new(self, call: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _do_something_new(self, call: Any, given: Any, types: Any, args: Any, kwargs: Any) -> Any:
         func = call[0]
         if func in _torch.TAKE_STORAGE and not types:
             # A program knows memory by tensors, and holds none.
@@ -270,7 +270,6 @@ class Follower(TorchDispatchMode, Position, Region):
         if self._sees_more() or self._begins_anew(info):
             return self.__torch_dispatch__(func, types, args, kwargs)
         self.own_program()
-        given = (*args, *kwargs.values())
         step = self.known.find_with_other_numbers(self.step.next, call, given)
         return self._run(step or self._new_step(call, args, kwargs), args, kwargs)
 
@@ -324,7 +323,15 @@ class Follower(TorchDispatchMode, Position, Region):
     def _decide(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
         """Keep what a plan, or the answer of the policy, keeps of an operator's results."""
         if step.keeps and self.holds_planned:
-            self._keep_planned(step)
+            # By the plan of the last run, until this one goes another way; then by one that keeps
+            # what has been held so far.
+            if self.plan is None or not self.plan.passes(step):
+                held = self.store.held
+                plans = [plan for plan, *_ in step.keeps if plan.can_go_on(held, step)]
+                self.use_plan(plans[-1] if plans else None)
+            for plan, asked, counts in step.keeps:
+                if plan is self.plan:
+                    self._after(step, self.store.keep_planned, asked, counts)
         if self._ask is None or step.info.is_view:
             return
         # A run inside asks for itself. In a backward inside, others' hooks call functions again at
@@ -334,17 +341,6 @@ class Follower(TorchDispatchMode, Position, Region):
         answer = self._ask(step.func, args, dict(kwargs), result)
         if answer:  # when the operator has returned, which has still to count versions up
             self._later += [partial(self._obey, answer, tensor) for tensor in tensors_of(result)]
-
-    def _keep_planned(self, step: Step) -> None:
-        """Hold what a plan keeps after this step: that of the last run, until this one goes another
-        way; then one that keeps what has been held so far."""
-        store = self.store
-        if self.plan is None or not self.plan.passes(step):
-            plans = [plan for plan, *_ in step.keeps if plan.can_go_on(store.held, step)]
-            self.use_plan(plans[-1] if plans else None)
-        for plan, asked, counts in step.keeps:
-            if plan is self.plan:
-                self._after(step, store.keep_planned, asked, counts)
 
     def keep_what_is_there(self, plan: Any) -> None:
         """Hold the values of a new plan that still exist and have not been written."""

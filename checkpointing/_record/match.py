@@ -76,8 +76,8 @@ class Matcher:
         """These tensors take the next cells."""
         for first, tensor in zip(firsts, met, strict=True):
             self._cells.append(ref(tensor))
-            if type(first.origin) is str:  # it is the first one there
-                self._outside[_storage_of(tensor)] = first.cell
+            if type(first.origin) is str and _has_storage(tensor):  # it is the first one there
+                self._outside[_storage_id(tensor)] = first.cell
             if first.refers is not None:
                 self._store.refer(first.refers, tensor)
 

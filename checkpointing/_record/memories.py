@@ -63,7 +63,12 @@ class Memories:
             self.add(step)
             self.add_decisions(step)
             for slot in saves:
-                self._add_slot(slot)
+                self._add_met(slot)
+                memory = self.memory_of[slot.cell]
+                # If it was allocated here, something unseen has filled it.
+                if slot.is_read and slot.holds:
+                    memory.state = OUTSIDE
+                self.has_saved(memory)
 
     def _add_met(self, here: Step | Slot) -> None:
         for first in here.firsts:
@@ -123,13 +128,6 @@ class Memories:
             self._memories[number].sure.clear()
         for cell in [*step.sure, *[asked.value[0] for asked in step.decides]]:
             self.memory_of[cell].sure.add(cell)
-
-    def _add_slot(self, slot: Slot) -> None:
-        self._add_met(slot)
-        memory = self.memory_of[slot.cell]
-        if slot.is_read and slot.holds:  # if it was allocated here, something unseen has filled it
-            memory.state = OUTSIDE
-        self.has_saved(memory)
 
     def has_saved(self, memory: Memory) -> None:
         """Autograd has saved something of it."""

@@ -40,7 +40,9 @@ class Path:
         for step, saves in with_saves(root, self.steps, saved):
             self._add_step(step)
             for slot in saves:
-                self._add_slot(slot, step.index)
+                self._add_met(slot)
+                self.slots.append(slot)
+                self.saved_after.append(step.index)
 
     def _add_step(self, step: Step) -> None:
         self._add_met(step)
@@ -77,11 +79,6 @@ class Path:
         self.given.add(asked.value)
         if asked.is_parameter:
             self.parameters.add(asked.value)
-
-    def _add_slot(self, slot: Slot, index: int) -> None:
-        self._add_met(slot)
-        self.slots.append(slot)
-        self.saved_after.append(index)
 
     def placed(self, values: Iterable[Value], cuts: Iterable[int]) -> Path:
         """The path of a run that keeps these values, too, and has segments that begin at these

@@ -81,8 +81,7 @@ class Position:
 
     def _add(self, step: Step) -> None:
         """A new step has run, and its results are in their cells."""
-        assert self._recorder is not None
-        self._recorder.has_run(step)
+        self._recorder_here().has_run(step)
         self.program.add(step)
         if self.plan is not None:
             self.use_plan(None)

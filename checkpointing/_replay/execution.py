@@ -16,21 +16,6 @@ from .._plan import Found, Instruction, Window
 from .._record import Like, shapes_of, tensors_of
 
 
-def fetch(held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
-    """What a run holds. `inputs` has what has been fetched before, and costs something."""
-    if type(held) in _torch.UNWRAPPED:  # an earlier replay has made it
-        return held  # type: ignore[no-any-return]
-    tensor = inputs.get(held)
-    if tensor is None:
-        tensor = held.fetch(where)
-        if held.is_parameter and was_given_back(tensor):
-            raise errors.given_back(where, tensor.shape)
-        # Else it can be fetched again.
-        if held.is_packed and type(held) is not Moved:
-            inputs[held] = tensor
-    return tensor
-
-
 def was_given_back(parameter: Tensor) -> bool:
     """Whether FSDP2 has given back the memory of a parameter. Kernels would crash on it."""
     is_empty = _torch.has_storage(parameter) and not parameter.untyped_storage().nbytes()
@@ -46,6 +31,20 @@ class Work(Task):
         super().__init__()
         self.memory: dict[Any, Any] = {}  # tensors that have been fetched, and parts of stocks
 
+    def fetch(self, held: Any, where: Frame) -> Any:
+        """What a run holds."""
+        if type(held) in _torch.UNWRAPPED:  # an earlier replay has made it
+            return held
+        tensor = self.memory.get(held)
+        if tensor is None:
+            tensor = held.fetch(where)
+            if held.is_parameter and was_given_back(tensor):
+                raise errors.given_back(where, tensor.shape)
+            # Else it can be fetched again.
+            if held.is_packed and type(held) is not Moved:
+                self.memory[held] = tensor
+        return tensor
+
 
 class Execution:
     """One replay of a window."""
@@ -59,7 +58,7 @@ class Execution:
         self.table = window.table.copy()
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         for place, value, _ in window.starts:
-            self.table[place] = fetch(stock.held[value], frame, work.memory)
+            self.table[place] = work.fetch(stock.held[value], frame)
 
     def make(self) -> dict[int, Tensor]:
         """What the window makes, by target."""
@@ -113,16 +112,12 @@ class Execution:
         args = [self._look(place) for place in instruction.args]
         kwargs = {name: self._look(place) for name, place in instruction.kwargs.items()}
         result = instruction.run(*args, **kwargs)
-        if instruction.index in self.shapes:
-            self._check_shapes(instruction, result)
-        return result
-
-    def _check_shapes(self, instruction: Instruction, result: Any) -> None:
-        """An operator may depend on more than the shapes of its arguments."""
-        was, now, step = self.shapes[instruction.index], shapes_of(result), instruction.step
-        if was != now:
+        # An operator may depend on more than the shapes of its arguments.
+        was, step = self.shapes.get(instruction.index), instruction.step
+        if was is not None and was != (now := shapes_of(result)):
             line = None if step.line is None else described(step.line)
             raise errors.other_shapes(self.frame, str(step.func), line, was, now)
+        return result
 
     def _look(self, place: Any) -> Any:
         if type(place) is int:

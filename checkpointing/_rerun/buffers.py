@@ -78,18 +78,6 @@ class Buffers:
             if tensor.requires_grad and (version := _torch.version(tensor)) >= 0
         ]
         self._guarded: list[Aliased] = []
-        if self._entries:
-            self._capture()
-
-    def drawing_unseen(self) -> nn.Module | None:
-        """A module whose random numbers come from no generator: cuDNN has a state of its own for
-        dropout between recurrent layers."""
-        rnns = [module for module in self._flags if isinstance(module, nn.RNNBase)]
-        drawing = [rnn for rnn in rnns if rnn.training and rnn.dropout]
-        return next((rnn for rnn in drawing if rnn.num_layers > 1), None)
-
-    def _capture(self) -> None:
-        """Copy the buffers that can be rewound, and note the versions of the others."""
         small = []  # two that share memory are rewound twice, to the same values
         for module, buffers, _ in self._entries:
             for name, tensor in buffers.items():
@@ -102,6 +90,13 @@ class Buffers:
                     self._guarded.append(Aliased(tensor, full_name))
         if small:
             self.then = Moment(small, [t if _is_dense(t) else _torch.bytes_of(t) for t in small])
+
+    def drawing_unseen(self) -> nn.Module | None:
+        """A module whose random numbers come from no generator: cuDNN has a state of its own for
+        dropout between recurrent layers."""
+        rnns = [module for module in self._flags if isinstance(module, nn.RNNBase)]
+        drawing = [rnn for rnn in rnns if rnn.training and rnn.dropout]
+        return next((rnn for rnn in drawing if rnn.num_layers > 1), None)
 
     def end(self) -> None:
         """The region has run. Parameters that it has written itself are not guarded."""
