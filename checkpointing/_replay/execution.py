@@ -51,8 +51,7 @@ class Execution:
 
     def __init__(self, window: Window, stock: Any, frame: Frame, work: Work) -> None:
         """`stock` has what the run holds for the window."""
-        self.window, self.frame, self.undo = window, frame, work.undo
-        self.random, self.numbers, self.shapes = stock.random, stock.numbers, stock.shapes
+        self.window, self.stock, self.frame, self.undo = window, stock, frame, work.undo
         self.found: dict[int, Tensor] = {}  # by target
         self.exposed: dict[int, list[int]] = defaultdict(list)  # by memory: found, and not copied
         self.table = window.table.copy()
@@ -66,7 +65,7 @@ class Execution:
         return self.found
 
     def _make(self) -> None:
-        table, numbers = self.table, self.numbers
+        table, numbers = self.table, self.stock.numbers
         for place, _, is_written in self.window.starts:
             if is_written:
                 table[place] = _torch.clone_storage(table[place])
@@ -106,14 +105,14 @@ class Execution:
         _torch.set_grad_enabled(instruction.step.grad_mode)
         for memory in instruction.writes:
             self._save_from(instruction, memory)
-        state = self.random.get(instruction.index)
+        state = self.stock.random.get(instruction.index)
         if state is not None:
             state.enter(self.undo)
         args = [self._look(place) for place in instruction.args]
         kwargs = {name: self._look(place) for name, place in instruction.kwargs.items()}
         result = instruction.run(*args, **kwargs)
         # An operator may depend on more than the shapes of its arguments.
-        was, step = self.shapes.get(instruction.index), instruction.step
+        was, step = self.stock.shapes.get(instruction.index), instruction.step
         if was is not None and was != (now := shapes_of(result)):
             line = None if step.line is None else described(step.line)
             raise errors.other_shapes(self.frame, str(step.func), line, was, now)

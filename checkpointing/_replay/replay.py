@@ -48,8 +48,6 @@ _AHEAD = 2  # how many offloaded tensors are prefetched
 class Stock:
     """What the window of a group starts from in one run."""
 
-    __slots__ = ("first_holder", "group", "held", "numbers", "random", "shapes")
-
     def __init__(
         self, group: Group, held: Mapping[Value, Any], source: Any, slots: Sequence[int]
     ) -> None:
@@ -57,11 +55,10 @@ class Stock:
         values, randoms = group.needs(slots)
         self.group = group
         self.held = {value: held[value] for value in values}
-        known: dict[int, Any] = source.random
+        known = source.random
         self.random = {index: known[index] for index in randoms if index in known}
         self.first_holder: int = source.first_holder
-        self.numbers: dict[int, Any] = source.numbers
-        self.shapes: dict[int, Any] = source.shapes
+        self.numbers, self.shapes = source.numbers, source.shapes
 
     def wanted(self, holders: Sequence[ref[Holder]], task: Task) -> dict[int, Holder]:
         """By slot: the live holders that the graph task may still open."""

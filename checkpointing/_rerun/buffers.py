@@ -55,21 +55,21 @@ class Buffers:
     def __init__(self, inputs: Inputs) -> None:
         """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
-        flags: dict[nn.Module, Any] = {}  # None: frozen TorchScript, which has no flag
+        # None: frozen TorchScript, which has no flag.
+        self._flags: dict[nn.Module, Any] = {}
         # With the buffers they had, and the numbers beside these.
         self._entries: list[tuple[nn.Module, dict[str, Any], list[Any]]] = []
-        modules: list[nn.Module | None] = [*inputs.modules]
+        modules = [*inputs.modules]
         for module in modules:
-            if module is None or module in flags:
+            if module is None or module in self._flags:
                 continue
-            flags[module] = getattr(module, "training", None)
+            self._flags[module] = getattr(module, "training", None)
             children, buffers = _torch.parts_of_module(module)
             modules += children.values()
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
                 inputs.generators += _generators_of(module)
             if buffers:
                 self._entries.append((module, dict(buffers), _numbers_of(module)))
-        self._flags = flags
         self._parameters = self._present()
         inputs.devices |= {tensor.device for tensor in self._parameters if not tensor.is_cpu}
         self._trained = [
