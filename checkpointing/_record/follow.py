@@ -111,7 +111,7 @@ class Follower(TorchDispatchMode, Position, Region):
         # One of a recompute is not (rule 3).
         if self._here["depth"] != self._depth and not self._wakes_up(func):
             return _leave_alone
-        if types and not self._follows(func, types):
+        if not self._follows(func, types):
             return _leave_to_subclass
         self.store.settle()
         return self._watched if self.watchers else None
@@ -120,7 +120,7 @@ class Follower(TorchDispatchMode, Position, Region):
         """Whether tensors of these types are like plain ones here."""
         # A `DeviceMesh` comes by, too: no tensor.
         dispatches = [getattr(kind, "__torch_dispatch__", _plain_dispatch) for kind in types]
-        if {*dispatches} == {_plain_dispatch}:
+        if {*dispatches} <= {_plain_dispatch}:
             return True
         # Fake tensors are asked for their device at any time.
         if func is torch.ops.prim.device.default or _torch.fake_mode() is not self.fake_mode:
@@ -334,9 +334,10 @@ class Follower(TorchDispatchMode, Position, Region):
                     self._after(step, self.store.keep_planned, asked, counts)
         if self._ask is None or step.info.is_view:
             return
-        # A run inside asks for itself. In a backward inside, others' hooks call functions again at
-        # times that differ in a rerun.
-        if not self._is_innermost() or _graph_task_id() != self.store.task:
+        if not self._is_innermost():  # a run inside asks for itself
+            return
+        # In a backward inside, others' hooks call functions again at times that differ in a rerun.
+        if _graph_task_id() != self.store.task:
             return
         answer = self._ask(step.func, args, dict(kwargs), result)
         if answer:  # when the operator has returned, which has still to count versions up

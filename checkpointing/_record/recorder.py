@@ -90,12 +90,13 @@ class Recorder(Memories):
         cell, is_whole = len(self.memory_of), _torch.is_whole_parameter(tensor)
         origin = self._known.of(tensor, is_whole, self.met)
         there = self.memory_at(tensor)
-        memory = there if origin is ON_MADE else None
+        memory = Memory(cell, OUTSIDE)
         if type(origin) is int:
             memory = self.memory_of[origin]
-        number = cell if memory is None else memory.number
-        first = First(cell, origin, number, is_parameter(tensor), tensor.requires_grad)
-        if memory is not None and memory.is_lent:
+        elif origin is ON_MADE:
+            memory = there or memory
+        first = First(cell, origin, memory.number, is_parameter(tensor), tensor.requires_grad)
+        if memory.is_lent:
             first.is_lent = first.is_parameter = True
         elif origin is OWN and there is not None:
             first.is_lent = True  # on memory that the block has made: gathered from one process

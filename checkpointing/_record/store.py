@@ -132,7 +132,7 @@ class Store:
         """Hold a value that could be computed. The mover says where; None: as an input."""
         tensor = self.cells[asked.value[0]]()
         self._unplan(asked.value)
-        self._hold_kept(asked, tensor, mover)
+        self._hold_as(asked, tensor, mover or self.hooks, "a kept tensor")
         self.kept_bytes += _torch.memory_size(tensor)
 
     def keep_planned(self, asked: Hold, counts: bool) -> None:
@@ -147,7 +147,7 @@ class Store:
             return
         self._planned[asked.value] = nbytes
         self._planned_bytes += nbytes
-        self._hold_kept(asked, tensor, self.mover(place))
+        self._hold_as(asked, tensor, self.mover(place) or self.hooks, "a kept tensor")
 
     def decide(self, asked: Hold) -> None:
         """Hold a decision."""
@@ -162,10 +162,6 @@ class Store:
     def _unheld(self, value: Value) -> Tensor | None:
         """A value that exists, and is not held yet."""
         return None if value in self.held else self.cells[value[0]]()
-
-    def _hold_kept(self, asked: Hold, tensor: Tensor, mover: Mover | None) -> None:
-        is_moved = mover is not None and mover.takes(tensor)
-        self._hold_as(asked, tensor, mover if is_moved else self.hooks, "a kept tensor")
 
     def _hold_as(self, asked: Hold, tensor: Tensor, hooks: Any, name: Any) -> None:
         held: Any = None

@@ -107,8 +107,6 @@ class Replay(Frame):
         super().__init__(*about)
         self.run = run
         self.save = run.save
-        # Values that are held are compared, too, or all windows run.
-        self._computes_all = self.check is not None or not self.early_stop
         self.replays: int = 0
         self.replayed = 0
         self._counted = 0  # operators, before the block began anew
@@ -234,8 +232,8 @@ class Replay(Frame):
         slot = holder.saved
         if type(slot) is Wrapped:
             return slot.unwrapped()
-        if self._computes_all:
-            return None
+        if self.check is not None or not self.early_stop:
+            return None  # it is compared, too, or all windows run
         held = self._stock_of(holder).held.get(slot.value)
         if type(held) is not Aliased or held.is_stale:
             return None  # of what is stale, a recompute says so

@@ -49,9 +49,10 @@ class Inputs:
             if not value.is_cpu:
                 self.devices |= {value.device}
             held = hold_argument(value, self._hooks, name)
-            given = self._given.setdefault(id(value), (value, _torch.version(value), held))
-            self.inputs[given[2]] = value.requires_grad
-            return given[2]
+            given = value, _torch.version(value), held
+            *_, held = self._given.setdefault(id(value), given)
+            self.inputs[held] = value.requires_grad
+            return held
         if isinstance(value, torch.Generator):
             self.generators += (value,)
         else:
