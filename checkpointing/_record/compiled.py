@@ -38,7 +38,8 @@ class CompiledCode:
             storage, version = _torch.storage_id(tensor), _torch.version(tensor)
             if version > self._versions.get(storage, 0):
                 self._versions[storage] = version
-                if self._run.known.has_made(tensor):
+                known = self._run.known
+                if known.is_made(storage) and not known.has_met(tensor):
                     self._run.written_unseen(tensor)
         return True
 

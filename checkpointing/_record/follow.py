@@ -43,6 +43,9 @@ class Follower(TorchDispatchMode, Position, Region):
     around: _torch.Hooks | None = None  # hooks, which hear of writes to memory from outside
     sees_gathering = False
     holds_planned = False  # whether what a plan keeps is held from the forward on
+    note: Callable[[], Any] | None = None  # what to note of each operator that is recorded
+    watchers: tuple[CompiledCode | Gathering, ...] = ()
+    _ask: Any = None  # what to keep of results
     _compiled: CompiledCode | None = None
     _gathering: Gathering | None = None
 
@@ -50,9 +53,6 @@ class Follower(TorchDispatchMode, Position, Region):
         super().__init__()  # type: ignore[no-untyped-call]
         Position.__init__(self, program, store)
         self.fake_mode = _torch.fake_mode()
-        self.note: Callable[[], Any] | None = None  # what to note of each operator that is recorded
-        self.watchers: tuple[CompiledCode | Gathering, ...] = ()
-        self._ask: Any = None  # what to keep of results
         self._here = thread.__dict__
         self._depth = thread.depth
         self._later = store.later

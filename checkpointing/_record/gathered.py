@@ -21,11 +21,12 @@ from .position import Position
 class Gathering:
     """Watches for memory that has been given back."""
 
+    _cut_at = 0  # the number of cells at the last cut
+
     def __init__(self, run: Position) -> None:
         self._run = run
         self._lent: list[torch.UntypedStorage] = []  # of gathered parameters, until given back
-        self._alive: list[int] = []  # cells from before the last cut
-        self._cut_at = 0  # the number of cells then
+        self._alive: list[int] = []  # cells from before it
         self._kept: dict[Any, ref[Tensor]] = {}  # by id and version
 
     def lend(self, tensors: Iterable[Tensor]) -> None:

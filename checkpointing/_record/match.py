@@ -41,11 +41,12 @@ _is_whole_parameter = _torch.is_whole_parameter
 class Matcher:
     """The tensors that a run has met, and their comparison with those that a step expects."""
 
+    _looked_at = 0  # so many cells, for what has been made
+
     def __init__(self, store: Store) -> None:
         self._store, self._cells = store, store.cells
         self._outside: dict[int | None, int] = {}  # by storage: the first cell from outside there
-        self._made: dict[int | None, int] = {}  # by storage: a cell there; of so many cells:
-        self._looked_at = 0
+        self._made: dict[int | None, int] = {}  # by storage: a cell there
         # By storage: the place among those that are met now. An old one is told by its storage.
         self._meeting: dict[int, int] = {}
 
@@ -152,7 +153,7 @@ class Matcher:
             return len(cells) + number
         self._meeting[place] = len(met)
         if not is_whole:
-            if self._is_made(place):
+            if self.is_made(place):
                 return ON_MADE
             if _torch.is_zeros(tensor):
                 return ZEROS
@@ -176,11 +177,8 @@ class Matcher:
         cell = self._outside.get(place)
         return cell is not None and self._is_at(cell, place)
 
-    def has_made(self, tensor: Tensor) -> bool:
-        """Whether a tensor uses memory that recorded operators have made."""
-        return not self.has_met(tensor) and self._is_made(_storage_of(tensor))
-
-    def _is_made(self, place: int | None) -> bool:
+    def is_made(self, place: int | None) -> bool:
+        """Whether a tensor that is alive uses this storage."""
         cells, made = self._cells, self._made
         for cell in range(self._looked_at, len(cells)):
             tensor = cells[cell]()

@@ -47,11 +47,12 @@ class Memory:
 class Memories:
     """The memories at one place of a path, and the tensors in its cells."""
 
+    # The last step, and how many tensors autograd has saved after it.
+    at: tuple[Step | None, int] = None, 0
+
     def __init__(self, cells: Cells, steps: Iterable[tuple[Step, Sequence[Slot]]]) -> None:
         """`steps` are those of the path, each with what autograd has saved after it."""
         self._cells = cells
-        # The last step, and how many tensors autograd has saved after it.
-        self.at: tuple[Step | None, int] = None, 0
         self.met: list[Tensor] = []  # tensors that take the next cells
         self.memory_of: list[Memory] = []  # by cell
         self._memories: dict[int, Memory] = {}

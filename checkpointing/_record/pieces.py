@@ -137,12 +137,13 @@ def must_copy(step: Step, held: Held, asked: Hold) -> bool:
 class Sizes:
     """How large the pieces of one run are."""
 
+    saved = 0  # bytes, in the present piece
+    # Bytes saved in the largest piece and in all pieces, and alive at all ends.
+    largest = all_saved = ends = 0
+
     def __init__(self, history: History) -> None:
         self._nbytes, self._most = history.nbytes, history.alive_at_first
         self._most_later = history.most_alive
-        self.saved = 0  # bytes, in the present piece
-        # Bytes saved in the largest piece and in all pieces, and alive at all ends.
-        self.largest = self.all_saved = self.ends = 0
         self._far = history.nbytes * _LARGEST
 
     def suffice(self, alive: int) -> bool:

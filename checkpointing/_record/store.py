@@ -44,15 +44,16 @@ class Placement(NamedTuple):
 class Store:
     """The values that a run holds, and what else differs from run to run."""
 
+    first_holder = 0  # of the block's, which the run has made
+    placement: Placement | None = None  # what `auto()` is asked for
+    is_checked = False  # whether values are compared when they come back
+    pieces: Pieces | None = None  # of a block whose paths never come again
+
     def __init__(self, hooks: Any, preserve_rng_state: bool | str) -> None:
-        self.first_holder = 0  # of the block's, which the run has made
-        self.placement: Placement | None = None  # what `auto()` is asked for
-        self.is_checked = False  # whether values are compared when they come back
         self.movers: dict[Destination, Mover] = {}
         self.hooks = hooks  # or a mover: who takes inputs
         self._preserve_rng_state = preserve_rng_state
         self.task = _torch.graph_task_id()  # of the rerun that this is part of, if of one
-        self.pieces: Pieces | None = None  # of a block whose paths never come again
         self._depth = thread.depth
         # What to do when the last operator has returned, which has still to count versions up.
         self.later: list[Callable[[], Any]] = []

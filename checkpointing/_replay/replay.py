@@ -102,19 +102,19 @@ class Replay(Frame):
     kind_of_task = Work
     may_have_pieces = False
     is_new = False  # whether the block went a way that was not known
+    replays: int = 0
+    replayed = 0
+    plan: Plan | None = None  # when the block has ended
+    _counted = 0  # operators, before the block began anew
+    _saved = 0  # bytes, in earlier pieces
+    _order: list[ref[Moved]] | None = None
 
     def __init__(self, run: Run, *about: Any) -> None:
         super().__init__(*about)
         self.run = run
         self.save = run.save
-        self.replays: int = 0
-        self.replayed = 0
-        self._counted = 0  # operators, before the block began anew
-        self._saved = 0  # bytes, in earlier pieces
         self._pieces: list[int] = []  # the steps at which they ended, by id
         self._ends: list[int] = []  # operators before these
-        self.plan: Plan | None = None  # when the block has ended
-        self._order: list[ref[Moved]] | None = None
 
     # ---- what the holders get
 
@@ -235,10 +235,10 @@ class Replay(Frame):
         if self.check is not None or not self.early_stop:
             return None  # it is compared, too, or all windows run
         held = self._stock_of(holder).held.get(slot.value)
-        if type(held) is not Aliased or held.is_stale:
-            return None  # of what is stale, a recompute says so
-        if held.is_parameter and was_given_back(held.packed):
+        if type(held) is not Aliased:
             return None
+        if held.is_stale or was_given_back(held.packed):
+            return None  # which a recompute says
         return held.packed  # type: ignore[no-any-return]
 
     def recompute(self, holder: Holder, task: Any) -> None:
