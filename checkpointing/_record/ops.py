@@ -157,4 +157,5 @@ def generators_of(args: Any, kwargs: dict[str, Any], python: bool) -> Generators
     devices = {tensor.device for tensor in tensors_of(values)}
     if kwargs.get("device") is not None:
         devices = {torch.device(kwargs["device"])}
-    return Generators(rngs_of((), generators) or rngs_of(devices, ()) or [CPU_RNG], python)
+    rngs = rngs_of(() if generators else devices, generators)
+    return Generators(rngs or [CPU_RNG], python)

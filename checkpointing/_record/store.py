@@ -113,7 +113,7 @@ class Store:
                 return
             # In a backward inside the block, which a rerun of the enclosing region may meet at
             # another time.
-            is_apart = thread.depth != self._depth or _torch.graph_task_id() != self.task
+            is_apart = (thread.depth, _torch.graph_task_id()) != (self._depth, self.task)
             hooks = self.hooks
             # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`).
             if asked.is_hidden or asked.is_lent or is_apart:
