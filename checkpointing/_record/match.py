@@ -185,8 +185,10 @@ class Matcher:
             if tensor is not None:
                 made.setdefault(_storage_of(tensor), cell)
         self._looked_at = len(cells)
-        there = range(made.get(place, len(cells)), len(cells))
-        return any(self._is_at(cell, place) for cell in there)
+        for cell in range(made.get(place, len(cells)), len(cells)):
+            if self._is_at(cell, place):
+                return True
+        return False
 
 
 def _are_same(known: Any, arg: Any) -> bool:

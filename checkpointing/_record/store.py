@@ -186,7 +186,7 @@ class Store:
         for memory in step.writes:
             for asked in self._on.pop(memory, ()):
                 held = self.held[asked.value]
-                if self._lies_apart(asked, held, targets):
+                if not step.updates and self._lies_apart(asked, held, targets):
                     self._on[memory].append(asked)
                     self.later.append(held.renew)
                 elif must_copy(step, held, asked):
