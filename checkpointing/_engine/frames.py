@@ -193,7 +193,7 @@ class Frame:
         with self.lock:
             task, slot = self.task_of(key), holder.slot
             if task.get(slot) is None:  # else another thread has computed it
-                if slot in task and None not in (group, self.prefix):
+                if slot in task and group is not None and self.prefix is not None:
                     raise errors.overlapping(self)  # as torch does
                 task.pop(slot, None)  # its node has had it, and opens it again
                 try:

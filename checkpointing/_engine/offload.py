@@ -52,7 +52,8 @@ class Mover:
         """Copy a tensor out. Later work on its device may write it and reuse its memory."""
         there, home = self.destination.device, tensor.device
         streams, values = _torch.streams_of(home), _torch.one_each(tensor, tensor)
-        pin_memory = all([self.destination.pin_memory, there.type == "cpu", streams])
+        is_on_host = streams is not None and there.type == "cpu"
+        pin_memory = is_on_host and self.destination.pin_memory
         away = torch.empty_like(values, device=there, pin_memory=pin_memory)
         moved = Moved(away, name, tensor, streams)
         if streams is None:
@@ -76,7 +77,7 @@ _AT_ONCE = 4
 class Moved(Held):
     """An offloaded tensor: a copy that waits elsewhere. Nobody can write it."""
 
-    rank = -1  # its place in the expected order of fetching, once there is one
+    is_packed = False  # each fetch makes a tensor, which is not to stay
     sent: Any = None  # the end of the copy
     _coming: Tensor | None = None  # on its way back
 

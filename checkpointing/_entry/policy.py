@@ -200,9 +200,9 @@ def _ask(function: Any, op: Any, args: Any, kwargs: Any, result: Any) -> Answer:
 
 
 def _either(first: Any, second: Any) -> Policy:
-    if None in (first, second):
+    if first is None or second is None:
         raise TypeError("None is no policy to combine with: it keeps nothing")
-    if None not in (first.placement, second.placement):
+    if first.placement and second.placement:
         raise TypeError(
             f"{first!r} and {second!r} can't both place checkpoints: give one auto(...) all it "
             "needs"
@@ -347,9 +347,9 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; values
     kept beside the checkpoints as in Jain et al. 2020, "Checkmate", by a greedy rule.
     """
-    if None not in (budget, peak):
-        raise ValueError("auto() takes a budget or a peak, not both")
     if budget is not None:
+        if peak is not None:
+            raise ValueError("auto() takes a budget or a peak, not both")
         nbytes = bytes_of("budget", budget)
         return Policy(f"auto(budget={nbytes})", placement=Placement(nbytes))
     if peak is not None:

@@ -112,55 +112,48 @@ def _found(known: dict[Any, T], key: Any, make: Callable[[], T]) -> T:
 
 def _grouped(path: Path, slots: Iterable[int]) -> list[list[int]]:
     """These slots by window: those of a segment that share operators have one."""
-    bundles: list[list[int]] = []  # the slots of one holder
-    for number in slots:
-        if path.slots[number].joins:
-            bundles[-1].append(number)
-        else:
-            bundles.append([number])
-    segments: dict[int, list[list[int]]] = defaultdict(list)
+    segments: dict[int, list[int]] = defaultdict(list)
     at_hand: dict[Value, list[int]] = defaultdict(list)  # by what is kept
-    for bundle in bundles:
-        values = [path.slots[slot].value for slot in bundle]
-        if len(values) == 1 and values[0] in path.kept:
-            at_hand[values[0]] += bundle
+    for slot in slots:
+        value = path.slots[slot].value
+        if value in path.kept:
+            at_hand[value].append(slot)
             continue
-        newest, saved = max(map(path.newest, values)), path.saved_after[bundle[0]]
+        newest, saved = path.newest(value), path.saved_after[slot]
         # Views of what is held go with what was saved beside them, and so does what is made again
         # in each window that needs it: a mask that all layers share.
         is_far = bisect_right(path.cuts, newest) < bisect_right(path.cuts, saved)
-        is_light = newest < 0 or (is_far and _is_light(path, values))
-        segments[bisect_right(path.cuts, saved if is_light else newest)].append(bundle)
+        is_light = newest < 0 or (is_far and _is_light(path, value))
+        segments[bisect_right(path.cuts, saved if is_light else newest)].append(slot)
     found = [*at_hand.values()]
     for segment in segments.values():
         found += _joined(path, _connected(path, segment))
     return found
 
 
-def _is_light(path: Path, values: Sequence[Value]) -> bool:
-    """Whether these values are quickly made from inputs."""
-    order, starts = path.slice_of(values)
+def _is_light(path: Path, value: Value) -> bool:
+    """Whether a value is quickly made from inputs."""
+    order, starts = path.slice_of([value])
     steps = [path.steps[index] for index in order]
     written = {number: nbytes for step in steps for number, nbytes in step.sizes}
-    own = sum([written.get(path.memory_of[cell], 0) for cell, _ in values])
+    own = written.get(path.memory_of[value[0]], 0)
     is_quick = not any(step.flops or step.draws for step in steps)
     return is_quick and starts <= path.given and sum(written.values()) <= MOST_WRITTEN * own
 
 
-def _connected(path: Path, bundles: Sequence[list[int]]) -> list[list[int]]:
-    """The slots of these bundles, in groups whose slices share operators; that two share a view is
-    no reason."""
-    leader = [*range(len(bundles))]  # by bundle: another one of its group, or itself
-    first: dict[int, int] = {}  # by operator: the bundle that was seen to run it first
+def _connected(path: Path, slots: Sequence[int]) -> list[list[int]]:
+    """These slots, in groups whose slices share operators; that two share a view is no reason."""
+    leader = {slot: slot for slot in slots}  # another one of its group, or itself
+    first: dict[int, int] = {}  # by operator: the slot that was seen to run it first
 
-    def find(bundle: int) -> int:
-        while leader[bundle] != bundle:
-            leader[bundle] = bundle = leader[leader[bundle]]
-        return bundle
+    def find(slot: int) -> int:
+        while leader[slot] != slot:
+            leader[slot] = slot = leader[leader[slot]]
+        return slot
 
     # Mostly, the last one needs whatever the others need.
-    for number in reversed(range(len(bundles))):
-        stack = [path.slots[slot].value for slot in bundles[number]]
+    for slot in reversed(slots):
+        stack = [path.slots[slot].value]
         seen: set[Value] = set()
         while stack:
             value = stack.pop()
@@ -170,13 +163,13 @@ def _connected(path: Path, bundles: Sequence[list[int]]) -> list[list[int]]:
             index, reads = path.made_by(value)
             if not path.steps[index].is_view:
                 if index in first:
-                    leader[find(number)] = find(first[index])
+                    leader[find(slot)] = find(first[index])
                     continue
-                first[index] = number
+                first[index] = slot
             stack += reads
     groups: dict[int, list[int]] = defaultdict(list)
-    for number, bundle in enumerate(bundles):
-        groups[find(number)] += bundle
+    for slot in slots:
+        groups[find(slot)].append(slot)
     return [*groups.values()]
 
 

@@ -5,7 +5,6 @@ slots, values and numbers are those of this step.
 """
 
 from .follow import shapes_of
-from .gathered import check_there
 from .ops import tensors_of
 from .path import Path
 from .pieces import Ends, Pieces, size_pieces
@@ -27,5 +26,5 @@ from .program import (
     clear_programs,
     program_of,
 )
-from .run import Run, Wrapped, slots_of
+from .run import Run
 from .store import Answer, Placement, Places

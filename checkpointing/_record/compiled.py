@@ -9,8 +9,6 @@ and save.
 Invariant: a run pays nothing while inductor is not loaded.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -40,7 +38,8 @@ class CompiledCode:
             storage, version = _torch.storage_id(tensor), _torch.version(tensor)
             if version > self._versions.get(storage, 0):
                 self._versions[storage] = version
-                if self._run.known.has_made(tensor):
+                known = self._run.known
+                if known.is_made(storage) and not known.has_met(tensor):
                     self._run.written_unseen(tensor)
         return True
 

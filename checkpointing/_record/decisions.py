@@ -11,10 +11,6 @@ Rejected: holding what is read, at the first reader. Readers read views, and aut
 base.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -27,17 +23,17 @@ _INDICES = (torch.int64, torch.int32)
 _FEW = 1 << 16  # bytes of decisions that are always held; else an eighth of what autograd saves
 
 
-def find_decisions(known: Memories, step: Step, results: Iterable[Tensor], store: Store) -> None:
+def find_decisions(known: Memories, step: Step, store: Store) -> None:
     """Note which results of a new step are sure, and the decisions that it takes or reads. They are
     held, so the bytes of all decisions in a run are limited."""
-    cells = [cell for cell, _ in step.memories]
+    cells = dict(step.memories)
     unsure = {
         value: known.tensor_in(value[0]) for value in step.reads if not known.is_sure(value[0])
     }
     if step.is_view:
         step.sure = () if unsure else tuple(cells)
         return
-    made = dict(zip(map(known.value, cells), results, strict=True))
+    made = {known.value(cell): known.tensor_in(cell) for cell in cells}
     decided: dict[Value, Tensor] = {}
     if step.info.sizes_depend_on_data:
         decided = {value: read for value, read in unsure.items() if not _is_rounded(read)}

@@ -13,8 +13,6 @@ Rejected: holding results strongly while a block runs. It changes what torch doe
 saves.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -45,6 +43,9 @@ class Follower(TorchDispatchMode, Position, Region):
     around: _torch.Hooks | None = None  # hooks, which hear of writes to memory from outside
     sees_gathering = False
     holds_planned = False  # whether what a plan keeps is held from the forward on
+    note: Callable[[], Any] | None = None  # what to note of each operator that is recorded
+    watchers: tuple[CompiledCode | Gathering, ...] = ()
+    _ask: Any = None  # what to keep of results
     _compiled: CompiledCode | None = None
     _gathering: Gathering | None = None
 
@@ -52,11 +53,8 @@ class Follower(TorchDispatchMode, Position, Region):
         super().__init__()  # type: ignore[no-untyped-call]
         Position.__init__(self, program, store)
         self.fake_mode = _torch.fake_mode()
-        self.note: Callable[[], Any] | None = None  # what to note of each operator that is recorded
-        self.watchers: tuple[CompiledCode | Gathering, ...] = ()
-        self._ask: Any = None  # what to keep of results
-        self._here = here = thread.__dict__
-        self._depth = here["depth"]
+        self._here = thread.__dict__
+        self._depth = thread.depth
         self._later = store.later
         self._sees_more()
 
@@ -72,12 +70,13 @@ class Follower(TorchDispatchMode, Position, Region):
 
     # ---- comparing
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or NO_KEYWORDS
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = NO_KEYWORDS
+    ) -> Any:
         if types or self.watchers or self._later or self._here["depth"] != self._depth:
-            is_ours, result = self._look_at(func, types, args, kwargs)
-            if not is_ours:
-                return result
+            other_way = self._other_way(func, types)
+            if other_way is not None:
+                return other_way(func, types, args, kwargs)
         following = self.step.next  # another thread may record: read before the saves
         if self.saved != len(self.step.saves):
             following = self.finish_step()
@@ -88,7 +87,7 @@ class Follower(TorchDispatchMode, Position, Region):
         call = func, _is_grad_enabled(), len(args), names
         step = self.known.find(following, call, given)
         if step is None:
-            return self._do_something_new(call, types, args, kwargs)
+            return self._do_something_new(call, given, types, args, kwargs)
         if step.is_special or (step.writes and self.store.holds_on(step.writes)):
             return self._run(step, args, kwargs)
         try:
@@ -107,21 +106,21 @@ class Follower(TorchDispatchMode, Position, Region):
             self._decide(step, args, kwargs, result)
         return result
 
-    def _look_at(self, func: Any, types: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """Whether an operator is followed here, and its result if not."""
+    def _other_way(self, func: Any, types: Any) -> Callable[..., Any] | None:
+        """How to run an operator that is not just followed."""
         # One of a recompute is not (rule 3).
         if self._here["depth"] != self._depth and not self._wakes_up(func):
-            return False, _leave_alone(func, args, kwargs)
-        if types and not self._follows(func, types):
-            return False, _leave_to_subclass(func, types, args, kwargs)
+            return _leave_alone
+        if not self._follows(func, types):
+            return _leave_to_subclass
         self.store.settle()
-        if self.watchers:
-            return False, self._watched(func, types, args, kwargs)
-        return True, None
+        return self._watched if self.watchers else None
 
     def _follows(self, func: Any, types: Any) -> bool:
         """Whether tensors of these types are like plain ones here."""
-        if not any(map(_dispatches, types)):
+        # A `DeviceMesh` comes by, too: no tensor.
+        dispatches = [getattr(kind, "__torch_dispatch__", _plain_dispatch) for kind in types]
+        if {*dispatches} <= {_plain_dispatch}:
             return True
         # Fake tensors are asked for their device at any time.
         if func is torch.ops.prim.device.default or _torch.fake_mode() is not self.fake_mode:
@@ -219,9 +218,8 @@ class Follower(TorchDispatchMode, Position, Region):
 
     def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
         store, info = self.store, step.info
-        is_outside = step.effect or step.updates
         is_heard = self.around is not None or store.pieces is not None or info.is_uncounted
-        if store.holds_on(step.writes) or (is_outside and is_heard):
+        if is_heard or store.holds_on(step.writes):
             written = step.written(args, kwargs)
             if step.effect:
                 note_written(self.around, {*map(_torch.storage_of, written)})
@@ -243,11 +241,11 @@ class Follower(TorchDispatchMode, Position, Region):
         self._forget(step)
         tensors, given = tensors_of(result), (*args, *kwargs.values())
         following = tuple([other for other in self.step.next if other.count == len(tensors)])
-        known = self.known.find(following, step.call, given)
-        other = known or self._new_step(step.call, args, kwargs)
+        found = self.known.find(following, step.call, given)
+        other = found or self._new_step(step.call, args, kwargs)
         self._prepare(other, args, kwargs)
         self.cells += map(ref, tensors)
-        if known is None:
+        if other.count is None:
             self._add_new(other, args, kwargs, result)
         self._hold_decisions(other)
         return other
@@ -260,7 +258,7 @@ class Follower(TorchDispatchMode, Position, Region):
         for tensor in step.info.targets_of(args, kwargs):
             self.written_unseen(tensor)
 
-    def _do_something_new(self, call: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _do_something_new(self, call: Any, given: Any, types: Any, args: Any, kwargs: Any) -> Any:
         func = call[0]
         if func in _torch.TAKE_STORAGE and not types:
             # A program knows memory by tensors, and holds none.
@@ -272,15 +270,13 @@ class Follower(TorchDispatchMode, Position, Region):
         if self._sees_more() or self._begins_anew(info):
             return self.__torch_dispatch__(func, types, args, kwargs)
         self.own_program()
-        given = (*args, *kwargs.values())
         step = self.known.find_with_other_numbers(self.step.next, call, given)
         return self._run(step or self._new_step(call, args, kwargs), args, kwargs)
 
     def _new_step(self, call: Any, args: Any, kwargs: Any) -> Step:
         """A step that is added to the program when it has run."""
         self.own_program()
-        given = by_place(args, kwargs)
-        step = self._recorder_here().step(self.step, call, info_of(call[0]), given)
+        step = self._recorder_here().step(call, by_place(args, kwargs))
         if self.note is not None:
             step.note = self.note()
         return step
@@ -289,7 +285,7 @@ class Follower(TorchDispatchMode, Position, Region):
         if self.store.placement is not None:
             step.flops = _torch.flops_of(step.func, args, kwargs, result)
             step.scratch = _torch.scratch_of(step.func, args)
-        self._add(step, tensors_of(result))
+        self._add(step)
 
     # ---- what a run does beside following
 
@@ -328,27 +324,25 @@ class Follower(TorchDispatchMode, Position, Region):
     def _decide(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
         """Keep what a plan, or the answer of the policy, keeps of an operator's results."""
         if step.keeps and self.holds_planned:
-            self._keep_planned(step)
+            # By the plan of the last run, until this one goes another way; then by one that keeps
+            # what has been held so far.
+            if self.plan is None or not self.plan.passes(step):
+                held = self.store.held
+                plans = [plan for plan, *_ in step.keeps if plan.can_go_on(held, step)]
+                self.use_plan(plans[-1] if plans else None)
+            for plan, asked, counts in step.keeps:
+                if plan is self.plan:
+                    self._after(step, self.store.keep_planned, asked, counts)
         if self._ask is None or step.info.is_view:
             return
-        # A run inside asks for itself. In a backward inside, others' hooks call functions again at
-        # times that differ in a rerun.
-        if not self._is_innermost() or _graph_task_id() != self.store.task:
+        if not self._is_innermost():  # a run inside asks for itself
+            return
+        # In a backward inside, others' hooks call functions again at times that differ in a rerun.
+        if _graph_task_id() != self.store.task:
             return
         answer = self._ask(step.func, args, dict(kwargs), result)
         if answer:  # when the operator has returned, which has still to count versions up
             self._later += [partial(self._obey, answer, tensor) for tensor in tensors_of(result)]
-
-    def _keep_planned(self, step: Step) -> None:
-        """Hold what a plan keeps after this step: that of the last run, until this one goes another
-        way; then one that keeps what has been held so far."""
-        store = self.store
-        if self.plan is None or not self.plan.passes(step):
-            plans = [plan for plan, *_ in step.keeps if plan.can_go_on(store.held, step)]
-            self.use_plan(plans[-1] if plans else None)
-        for plan, asked, counts in step.keeps:
-            if plan is self.plan:
-                self._after(step, store.keep_planned, asked, counts)
 
     def keep_what_is_there(self, plan: Any) -> None:
         """Hold the values of a new plan that still exist and have not been written."""
@@ -367,13 +361,7 @@ class Follower(TorchDispatchMode, Position, Region):
         return region in (None, self)
 
 
-def _dispatches(kind: type[Tensor]) -> bool:
-    """Whether a subclass of Tensor has a `__torch_dispatch__` of its own. (A `DeviceMesh` comes by,
-    too: no tensor.)"""
-    return getattr(kind, "__torch_dispatch__", _plain_dispatch) is not _plain_dispatch
-
-
-def _leave_alone(func: Any, args: Any, kwargs: Any) -> Any:
+def _leave_alone(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator as without a block: versions are counted up."""
     info = info_of(func)
     result = func(*args, **kwargs)

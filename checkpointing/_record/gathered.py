@@ -7,8 +7,6 @@ values alive at a cut are kept, and no window crosses it.
 Invariant: a run pays nothing until it meets an operator of FSDP2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 from weakref import ref
@@ -16,18 +14,19 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from .. import _torch, errors
+from .. import _torch
 from .position import Position
 
 
 class Gathering:
     """Watches for memory that has been given back."""
 
+    _cut_at = 0  # the number of cells at the last cut
+
     def __init__(self, run: Position) -> None:
         self._run = run
         self._lent: list[torch.UntypedStorage] = []  # of gathered parameters, until given back
-        self._alive: list[int] = []  # cells from before the last cut
-        self._cut_at = 0  # the number of cells then
+        self._alive: list[int] = []  # cells from before it
         self._kept: dict[Any, ref[Tensor]] = {}  # by id and version
 
     def lend(self, tensors: Iterable[Tensor]) -> None:
@@ -53,11 +52,3 @@ class Gathering:
                     self._run.keep_at(tensor)
                     self._kept[key] = ref(tensor)
         self._cut_at = len(cells)
-
-
-def check_there(where: object, parameter: Tensor) -> None:
-    """Refuse a parameter whose memory has been given back, on which kernels would crash."""
-    if not _torch.has_storage(parameter) or parameter.untyped_storage().nbytes():
-        return
-    if parameter.numel():
-        raise errors.given_back(where, parameter.shape)

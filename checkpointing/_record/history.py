@@ -4,8 +4,6 @@ Where they do, whole paths are planned. Where experts are chosen in each step, l
 or a loop takes another number of turns, blocks are taken in pieces (`pieces.py`).
 """
 
-from __future__ import annotations
-
 
 class History:
     """Which ways the last runs of a site have gone."""
@@ -14,7 +12,8 @@ class History:
     nbytes = 0  # that the last whole block made, and autograd saved
     alive_at_first = 0.0  # bytes that may be alive where the first piece ends,
     most_alive = 0.0  # and where a later one does
-    _stays_whole = False
+    # A backward inside a block may bring back what only the same piece would know again.
+    stays_whole = False
     # Of the last runs; another thread may be in one, too.
     _new: tuple[bool, ...] = ()
     _pieces: tuple[tuple[int, ...], ...] = ()
@@ -23,7 +22,7 @@ class History:
         """A block as a whole went a new way, or a known one. Returns whether blocks are taken in
         pieces from the next run on."""
         self._new = new = (*self._new, is_new)[-_RUNS:]
-        if sum(new) < _MOST_NEW or self._stays_whole:
+        if sum(new) < _MOST_NEW or self.stays_whole:
             return False
         self._new, self.in_pieces = (), True
         return True
@@ -38,10 +37,6 @@ class History:
         self._pieces, self.in_pieces = (), False
         self._new = (True,) * (_MOST_NEW - 1) if has_grown else ()
         return True
-
-    def stay_whole(self) -> None:
-        """A backward inside a block may bring back what only the same piece would know again."""
-        self._stays_whole = True
 
 
 _RUNS = 6  # the last ones

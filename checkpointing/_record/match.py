@@ -8,8 +8,6 @@ A call is compared without any effect. When a step has been found, the tensors t
 take their cells.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from itertools import repeat
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import is_parameter, root_of
+from .._engine import is_parameter
 from .program import (
     NOT_WRITTEN,
     ON_MADE,
@@ -31,7 +29,6 @@ from .program import (
     Met,
     Origin,
     Parts,
-    Slot,
     Step,
     Varying,
 )
@@ -44,11 +41,12 @@ _is_whole_parameter = _torch.is_whole_parameter
 class Matcher:
     """The tensors that a run has met, and their comparison with those that a step expects."""
 
+    _looked_at = 0  # so many cells, for what has been made
+
     def __init__(self, store: Store) -> None:
         self._store, self._cells = store, store.cells
         self._outside: dict[int | None, int] = {}  # by storage: the first cell from outside there
-        self._made: dict[int | None, int] = {}  # by storage: a cell there; of so many cells:
-        self._looked_at = 0
+        self._made: dict[int | None, int] = {}  # by storage: a cell there
         # By storage: the place among those that are met now. An old one is told by its storage.
         self._meeting: dict[int, int] = {}
 
@@ -110,7 +108,7 @@ class Matcher:
             return False
         is_one = first.is_parameter
         if not is_whole:
-            is_one = first.is_lent or is_parameter(root_of(arg)) is first.is_parameter
+            is_one = first.is_lent or is_parameter(arg) is first.is_parameter
             is_one = is_one and first.refers is None
         if is_one:
             met.append(arg)
@@ -129,7 +127,7 @@ class Matcher:
             for place, (known, arg) in enumerate(zip(step.args, given, strict=True)):
                 if self.matches(known, arg, met):
                     continue
-                if not _may_both_vary(known, arg):
+                if not (type(known) is type(arg) and _may_vary(known) and _may_vary(arg)):
                     break  # what follows may name a cell that this argument has not taken
                 others.append(place)
             else:
@@ -155,7 +153,7 @@ class Matcher:
             return len(cells) + number
         self._meeting[place] = len(met)
         if not is_whole:
-            if self._is_made(place):
+            if self.is_made(place):
                 return ON_MADE
             if _torch.is_zeros(tensor):
                 return ZEROS
@@ -179,21 +177,18 @@ class Matcher:
         cell = self._outside.get(place)
         return cell is not None and self._is_at(cell, place)
 
-    def has_made(self, tensor: Tensor) -> bool:
-        """Whether a tensor uses memory that recorded operators have made."""
-        return not self.has_met(tensor) and self._is_made(_storage_of(tensor))
-
-    def _is_made(self, place: int | None) -> bool:
+    def is_made(self, place: int | None) -> bool:
+        """Whether a tensor that is alive uses this storage."""
         cells, made = self._cells, self._made
         for cell in range(self._looked_at, len(cells)):
             tensor = cells[cell]()
             if tensor is not None:
                 made.setdefault(_storage_of(tensor), cell)
         self._looked_at = len(cells)
-        there = made.get(place)
-        if there is None:
-            return False
-        return any(self._is_at(cell, place) for cell in range(there, len(cells)))
+        for cell in range(made.get(place, len(cells)), len(cells)):
+            if self._is_at(cell, place):
+                return True
+        return False
 
 
 def _are_same(known: Any, arg: Any) -> bool:
@@ -201,7 +196,7 @@ def _are_same(known: Any, arg: Any) -> bool:
     kind = type(known)
     if isinstance(known, type):  # of an object
         return type(arg) is known
-    if type(arg) is not kind or kind in (Slot, torch.ScriptObject):
+    if type(arg) is not kind or kind is torch.ScriptObject:
         return False
     if kind in (float, complex, list, tuple):  # 0.0 is not -0.0, nor 0
         return bool(_bits(known) == _bits(arg))
@@ -217,12 +212,8 @@ def _bits(number: Any) -> Any:
     return [*map(_bits, number)] if type(number) in (list, tuple) else repr(number)
 
 
-def _may_both_vary(known: Any, arg: Any) -> bool:
-    """Whether two arguments are of one kind, of which each run may have its own."""
-    return type(known) is type(arg) and _may_vary(known) and _may_vary(arg)
-
-
 def _may_vary(number: Any) -> bool:
+    """Whether each run may have its own argument of this kind."""
     if type(number) in (list, tuple, torch.Size):
         return {*map(type, number)} <= {int, float}
     return type(number) in (int, float, complex, torch.Generator)

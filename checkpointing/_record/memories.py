@@ -3,8 +3,6 @@
 Invariant: it follows from the path alone, so it is found again when a run leaves its program.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,11 +47,12 @@ class Memory:
 class Memories:
     """The memories at one place of a path, and the tensors in its cells."""
 
+    # The last step, and how many tensors autograd has saved after it.
+    at: tuple[Step | None, int] = None, 0
+
     def __init__(self, cells: Cells, steps: Iterable[tuple[Step, Sequence[Slot]]]) -> None:
         """`steps` are those of the path, each with what autograd has saved after it."""
         self._cells = cells
-        # The last step, and how many tensors autograd has saved after it.
-        self.at: tuple[Step | None, int] = None, 0
         self.met: list[Tensor] = []  # tensors that take the next cells
         self.memory_of: list[Memory] = []  # by cell
         self._memories: dict[int, Memory] = {}
@@ -65,7 +64,12 @@ class Memories:
             self.add(step)
             self.add_decisions(step)
             for slot in saves:
-                self._add_slot(slot)
+                self._add_met(slot)
+                memory = self.memory_of[slot.cell]
+                # If it was allocated here, something unseen has filled it.
+                if slot.is_read and slot.holds:
+                    memory.state = OUTSIDE
+                self.has_saved(memory)
 
     def _add_met(self, here: Step | Slot) -> None:
         for first in here.firsts:
@@ -106,18 +110,13 @@ class Memories:
             if step.is_view and not step.effect and memory.state is OUTSIDE:
                 base = step.reads[0][0]  # on the same memory, unless that is sparse
                 memory.there[cell] = self.memory_of[base].there[base]
-        if step.info.gathers:
-            for number, _ in step.states:
-                self._memories[number].is_lent = True
-        if step.event is UNSEEN:
-            self._write_unseen(step.index)
-
-    def _write_unseen(self, index: int) -> None:
-        """Anything but parameters may have been written."""
-        for memory in self._memories.values():
-            if not memory.is_parameter:
+        for number, _ in step.states if step.info.gathers else ():
+            gathered = self._memories[number]
+            gathered.is_lent = gathered.is_parameter = True
+        for memory in self._memories.values() if step.event is UNSEEN else ():
+            if not memory.is_parameter:  # anything else may have been written
                 memory.state = OUTSIDE
-                memory.write(index)
+                memory.write(step.index)
 
     def is_sure(self, cell: int) -> bool:
         """Whether a replay gives the same again in a cell."""
@@ -130,13 +129,6 @@ class Memories:
             self._memories[number].sure.clear()
         for cell in [*step.sure, *[asked.value[0] for asked in step.decides]]:
             self.memory_of[cell].sure.add(cell)
-
-    def _add_slot(self, slot: Slot) -> None:
-        self._add_met(slot)
-        memory = self.memory_of[slot.cell]
-        if slot.is_read and slot.holds:  # if it was allocated here, something unseen has filled it
-            memory.state = OUTSIDE
-        self.has_saved(memory)
 
     def has_saved(self, memory: Memory) -> None:
         """Autograd has saved something of it."""
@@ -190,9 +182,7 @@ class Memories:
         cells = memory.cells
         while cells and self.tensor_in(cells[0]) is None:
             del cells[0]
-        for tensor in map(self.tensor_in, cells):
-            if tensor is not None:
-                yield tensor
+        return (tensor for tensor in map(self.tensor_in, cells) if tensor is not None)
 
     def find_gone(self, step: Step) -> None:
         """Note the memories of recorded operators that nobody holds any more after a step."""

@@ -1,7 +1,5 @@
 """The traits of an operator that recording needs: found once, mostly from its schema."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import ATOMS, CPU_RNG, Generators, rngs_of
+from .._engine import CPU_RNG, Generators, rngs_of
 
 
 class Info:
@@ -25,7 +23,7 @@ class Info:
         tags = getattr(func, "tags", ())
         self.func = func  # held, since INFOS finds it by its id
         self.run = _torch.quick_call(func)
-        self.statistics, self._switch = STATISTICS.get(name, ((), None))
+        self.statistics, self.switch = STATISTICS.get(name, ((), None))
         self.communicates = space in COMMUNICATION
         self.gathers = space == "fsdp"  # parameters into memory that is given back
         # Custom operators may draw random numbers without torch's tag: compare the generators.
@@ -37,7 +35,7 @@ class Info:
         # In a mode, torch does not count versions up for these: each block does.
         self.is_uncounted = self.base.startswith("_foreach_")
         # It allocates memory without filling it.
-        self.allocates = name == "aten::resize_" or name.startswith(_ALLOCATE)
+        self.allocates = _ALLOCATES.match(name) is not None
         # Its first argument only lends its metadata. Else a dropout mask would need the matrix
         # product before it in every replay.
         self.metadata_only = _READS_METADATA.match(full_name) is not None
@@ -50,7 +48,7 @@ class Info:
         writes: tuple[int | str, ...] = tuple(
             argument.name if argument.kwarg_only else place
             for place, argument in enumerate(schema.arguments)
-            if argument.alias_info and argument.alias_info.is_write
+            if getattr(argument.alias_info, "is_write", False)
         )
         self.writes = writes + self.statistics if writes else ()  # with `out=`
         # It does not read the memory that it writes.
@@ -75,20 +73,10 @@ class Info:
         self.is_passed = self.base in PASSED or "Tensor" not in types
         self.has_sizes = _OTHER_LISTS.search(types) is None
 
-    @property
-    def counts_before(self) -> bool:
-        """Whether versions may have been counted up before a block hears of the write: by a custom
-        operator itself, or by a block inside."""
-        return self.custom or self.is_uncounted
-
     def targets_of(self, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that a call with these arguments writes."""
         given = by_place(args, kwargs)
         return tensors_of([given.get(place) for place in self.targets])
-
-    def updates_statistics(self, given: dict[Any, Any]) -> bool:
-        """Whether a call with these arguments updates the statistics that it takes."""
-        return bool(given.get(self._switch, self.statistics))  # without a switch: if it has any
 
 
 # The schema of operators without one: they take and return anything.
@@ -96,7 +84,7 @@ _ANYTHING = SimpleNamespace(type="List[Any], Tensor", alias_info=None)
 _UNKNOWN = SimpleNamespace(arguments=(), returns=(_ANYTHING,))
 _OTHER_LISTS = re.compile(r"List\[(?!Tensor|int\])")  # than those of tensors, or of sizes
 _READS_METADATA = re.compile(r"aten::(new_|\w+_like\b|bernoulli\.p$)")
-_ALLOCATE = ("aten::empty", "aten::new_empty")
+_ALLOCATES = re.compile(r"aten::(empty|new_empty|resize_$)")
 # Operators that are not recorded: torch asks for the sizes of a nested tensor where an exception
 # would end the process; efficient zeros are noticed when they are read. (`set_` gives a tensor
 # another storage and writes none.)
@@ -164,9 +152,10 @@ def tensors_of(value: Any) -> list[Tensor]:
 def generators_of(args: Any, kwargs: dict[str, Any], python: bool) -> Generators:
     """The state of the generator that a random operator is about to draw from; with `python`, also
     those of Python and NumPy."""
-    values = [value for value in (*args, *kwargs.values()) if type(value) not in ATOMS]
+    values = (*args, *kwargs.values())
     generators = [value for value in values if type(value) is torch.Generator]
     devices = {tensor.device for tensor in tensors_of(values)}
     if kwargs.get("device") is not None:
         devices = {torch.device(kwargs["device"])}
-    return Generators(rngs_of((), generators) or rngs_of(devices, ()) or [CPU_RNG], python)
+    rngs = rngs_of(() if generators else devices, generators)
+    return Generators(rngs or [CPU_RNG], python)

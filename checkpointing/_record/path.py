@@ -23,7 +23,6 @@ class Path:
         self.steps = [*steps]
         self.slots: list[Slot] = []
         self.saved_after: list[int] = []  # by slot: a step
-        self.owners: list[int] = []  # by slot: which of the frame's holders has it
         self.given: set[Value] = set()  # held, since no step makes them
         self.parameters: set[Value] = set()  # those among them
         self.kept: set[Value] = set()  # held, though steps make them
@@ -34,40 +33,35 @@ class Path:
         self.differentiable: set[int] = set()  # memories from outside
         # By cell: the part that it shows of what an operator has made and another one has split.
         self.parts: dict[int, int] = {}
+        self._plain: set[int] = set()  # cells of what steps have made, and views of it in parts
         self._maker: dict[int, int] = {}
         # By cell of what shares memory with an argument: that argument.
         self._bases: dict[int, int] = {}
         for step, saves in with_saves(root, self.steps, saved):
             self._add_step(step)
             for slot in saves:
-                self._add_slot(slot, step.index)
+                self._add_met(slot)
+                self.slots.append(slot)
+                self.saved_after.append(step.index)
 
     def _add_step(self, step: Step) -> None:
         self._add_met(step)
         for cell, memory in step.memories:
             self.memory_of[cell] = memory
             self._maker[cell] = step.index
-            if step.reads and self.memory_of[step.reads[0][0]] == memory:
-                self._bases[cell] = step.reads[0][0]
-                self._add_part(step, cell)
+            if not step.reads or self.memory_of[step.reads[0][0]] != memory:
+                self._plain.add(cell)
+                continue
+            base = self._bases[cell] = step.reads[0][0]
+            if base in self._plain and step.info.base not in _OVERLAPPING:
+                self._plain.add(cell)
+                if base in self.parts or len(step.memories) > 1:
+                    self.parts[cell] = self.parts.get(base, cell)
         for memory in step.writes:
             self.writers[memory].append(step.index)
         self.kept.update([asked.value for asked in step.decides])
         if step.event is KEEP and not step.effect:
             self.cuts.append(step.index)
-
-    def _add_part(self, step: Step, cell: int) -> None:
-        base = self._bases[cell]
-        if step.info.base in _OVERLAPPING:
-            return
-        if base in self.parts:
-            self.parts[cell] = self.parts[base]
-        elif len(step.memories) > 1:  # only then is it worth it to go down to what it is a view of
-            line = self._line(base)
-            makers = [self.steps[self._maker[each]] for each in line if each in self._maker]
-            is_made = line[-1] in self._maker
-            if is_made and _OVERLAPPING.isdisjoint([maker.info.base for maker in makers]):
-                self.parts[cell] = cell
 
     def _add_met(self, here: Step | Slot) -> None:
         for asked in here.holds:
@@ -83,15 +77,8 @@ class Path:
 
     def _add_given(self, asked: Hold) -> None:
         self.given.add(asked.value)
-        if asked.is_parameter or asked.is_lent:
+        if asked.is_parameter:
             self.parameters.add(asked.value)
-
-    def _add_slot(self, slot: Slot, index: int) -> None:
-        self._add_met(slot)
-        last = self.owners[-1] if self.owners else -1
-        self.owners.append(last if slot.joins else last + 1)
-        self.slots.append(slot)
-        self.saved_after.append(index)
 
     def placed(self, values: Iterable[Value], cuts: Iterable[int]) -> Path:
         """The path of a run that keeps these values, too, and has segments that begin at these

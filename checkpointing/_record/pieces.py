@@ -13,8 +13,6 @@ Rejected: a plan in one pass for each new path. A step took 2 to 4 times as long
 checkpoint around each layer; it is 1.0 to 1.2 times now.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -82,16 +80,14 @@ class Pieces:
     def __init__(self) -> None:
         self._written: set[int | None] = set()  # storages from outside
         self.copies = _torch.Copies()  # of what has not been written since
-        # By storage: a weak reference to what is held, and whether an operator has read it.
-        self._held: dict[int | None, list[tuple[Any, bool]]] = defaultdict(list)
+        # By storage: weak references to what is held.
+        self._held: dict[int | None, list[tuple[Any, Hold]]] = defaultdict(list)
 
-    def leave(self, holds: Iterable[tuple[Hold, Held]], is_checked: bool) -> None:
-        """What a piece holds belongs to holders now, and may be written later. `is_checked`: values
-        are compared when they come back."""
+    def leave(self, holds: Iterable[tuple[Hold, Held]]) -> None:
+        """What a piece holds belongs to holders now, and may be written later."""
         for asked, held in holds:
             if type(held) is Aliased:
-                entry = ref(held), asked.is_read or is_checked
-                self._held[_torch.storage_of(held.packed)].append(entry)
+                self._held[_torch.storage_of(held.packed)].append((ref(held), asked))
 
     def forget_dead(self) -> None:
         """Forget what nobody holds any more. A block with many backward passes inside would collect
@@ -101,13 +97,13 @@ class Pieces:
             if not self._held[storage]:
                 del self._held[storage]
 
-    def may_write(self, asked: Hold, tensor: Tensor) -> bool:
-        """Whether earlier pieces have written there, as the next block may before backward."""
-        is_filled = not (asked.is_parameter or asked.is_hidden)
-        return is_filled and _torch.storage_of(tensor) in self._written
-
-    def copy(self, tensor: Tensor) -> Held:
-        """A copy, the same for all pieces until something is written."""
+    def copy_of(self, asked: Hold, tensor: Tensor) -> Held | None:
+        """A copy, the same for all pieces until something is written, where earlier pieces have
+        written: so may the next block before backward."""
+        if asked.is_parameter or asked.is_hidden:
+            return None
+        if _torch.storage_of(tensor) not in self._written:
+            return None
         return Aliased(without_recording(self.copies.of, tensor), "an input")
 
     def before_write(self, step: Step, targets: Iterable[Tensor]) -> None:
@@ -124,29 +120,30 @@ class Pieces:
 
     def _copy(self, step: Step, storages: Set[int | None]) -> None:
         for storage in self._held.keys() & storages:
-            for each, is_read in self._held[storage]:
+            for each, asked in self._held[storage]:
                 held = each()
-                if held is not None and must_copy(step, held, is_read):
+                if held is not None and must_copy(step, held, asked):
                     held.freeze()
 
 
-def must_copy(step: Step, held: Held, is_read: bool) -> bool:
-    """Whether something held is to be copied before a step writes there. `is_read`: an operator has
-    read it, so a replay would notice updates of statistics, which count no version up."""
-    if step.updates:
-        return is_read
-    return step.info.counts_before or not held.is_stale
+def must_copy(step: Step, held: Held, asked: Hold) -> bool:
+    """Whether something held is to be copied before a step writes there."""
+    if step.updates:  # statistics, without counting a version up: a replay would notice
+        return asked.is_read
+    # A custom operator, or a block inside, may have counted versions up already.
+    return step.info.custom or step.info.is_uncounted or not held.is_stale
 
 
 class Sizes:
     """How large the pieces of one run are."""
 
+    saved = 0  # bytes, in the present piece
+    # Bytes saved in the largest piece and in all pieces, and alive at all ends.
+    largest = all_saved = ends = 0
+
     def __init__(self, history: History) -> None:
         self._nbytes, self._most = history.nbytes, history.alive_at_first
         self._most_later = history.most_alive
-        self.saved = 0  # bytes, in the present piece
-        # Bytes saved in the largest piece and in all pieces, and alive at all ends.
-        self.largest = self.all_saved = self.ends = 0
         self._far = history.nbytes * _LARGEST
 
     def suffice(self, alive: int) -> bool:

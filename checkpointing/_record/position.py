@@ -1,7 +1,5 @@
 """Positions: where a run is in its program, and how the program grows there."""
 
-from __future__ import annotations
-
 from typing import Any
 from weakref import ref
 
@@ -81,10 +79,9 @@ class Position:
             self._recorder = recorder = Recorder(self.store, self.known, steps)
         return recorder
 
-    def _add(self, step: Step, results: list[Tensor]) -> None:
-        """A new step has run."""
-        assert self._recorder is not None
-        self._recorder.has_run(step, results)
+    def _add(self, step: Step) -> None:
+        """A new step has run, and its results are in their cells."""
+        self._recorder_here().has_run(step)
         self.program.add(step)
         if self.plan is not None:
             self.use_plan(None)
@@ -101,13 +98,12 @@ class Position:
     ) -> Step:
         """Something has happened between two steps."""
         step = self.known.find(self.finish_step(), (event,), args)
-        is_new = step is None
         if step is None:
             self.own_program()
-            step = self._recorder_here().event(self.step, event, args)
+            step = self._recorder_here().event(event, args)
         self.cells += map(ref, results)
-        if is_new:
-            self._add(step, [*results])
+        if step.count is None:
+            self._add(step)
         if event is UNSEEN:
             self.store.before_unseen_writes(step)
         elif step.writes:

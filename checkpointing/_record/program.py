@@ -79,7 +79,7 @@ class Hold:
     is_lent: bool = False
     is_hidden: bool = False  # from the hooks around the block: nothing is in it yet
     is_copied: bool = False  # since it may be written unseen
-    is_read: bool = False  # whether an operator has read it, rather than only autograd saved it
+    is_read: bool = True  # whether a replay starts from it; else autograd alone has saved it
 
 
 @dataclass(slots=True, eq=False)
@@ -131,8 +131,7 @@ class Slot:
     firsts: tuple[First, ...] = ()  # itself, if the run meets it here
     holds: tuple[Hold, ...] = ()
     is_read: bool = False  # whether a region inside takes it, rather than an operator
-    is_usual: bool = False  # neither that, nor a part, nor a tensor that is met here
-    joins: bool = False  # whether it is another part of the tensor that the slot before belongs to
+    is_usual: bool = False  # neither that, nor a tensor that is met here
     memory: int | None = None  # of which autograd saves something here for the first time
     cell: int = -1
 

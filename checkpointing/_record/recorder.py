@@ -24,8 +24,6 @@ Rejected: keeping a recorder while a run follows its program. What a recorder kn
 path, so it is found again when the run leaves the program.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -34,11 +32,11 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import entered_from, is_parameter, root_of
+from .._engine import entered_from, is_parameter
 from .decisions import find_decisions
 from .match import Matcher
 from .memories import MADE, OUTSIDE, UNFILLED, Memories, Memory
-from .ops import Info, tensors_of
+from .ops import info_of, tensors_of
 from .program import (
     BROUGHT_BACK,
     FILLED,
@@ -92,14 +90,15 @@ class Recorder(Memories):
         cell, is_whole = len(self.memory_of), _torch.is_whole_parameter(tensor)
         origin = self._known.of(tensor, is_whole, self.met)
         there = self.memory_at(tensor)
-        memory = there if origin is ON_MADE else None
+        memory = Memory(cell, OUTSIDE)
         if type(origin) is int:
             memory = self.memory_of[origin]
-        number = cell if memory is None else memory.number
-        first = First(cell, origin, number, is_parameter(root_of(tensor)), tensor.requires_grad)
-        if memory is not None and memory.is_lent:
+        elif origin is ON_MADE:
+            memory = there or memory
+        first = First(cell, origin, memory.number, is_parameter(tensor), tensor.requires_grad)
+        if memory.is_lent:
             first.is_lent = first.is_parameter = True
-        elif first.is_parameter and origin is OWN and there is not None:
+        elif origin is OWN and there is not None:
             first.is_lent = True  # on memory that the block has made: gathered from one process
         self.met.append(tensor)
         self.add_first(first)
@@ -116,7 +115,7 @@ class Recorder(Memories):
             self.value(cell),
             memory.number,
             reader=step.func,
-            is_read=step.func is not None,
+            is_read=step.func is not None or self._store.is_checked,
             is_parameter=memory.is_parameter,
             is_lent=memory.is_lent,
             is_copied=is_copied,
@@ -139,12 +138,15 @@ class Recorder(Memories):
 
     # ---- steps
 
-    def step(self, parent: Step, call: Any, info: Info, given: dict[Any, Any]) -> Step:
+    def step(self, call: Any, given: dict[Any, Any]) -> Step:
         """What an operator is about to do with these arguments."""
         func, grad_mode, count, names = call
-        self._step = step = Step(parent, func, call, info, grad_mode=grad_mode)
+        info = info_of(func)
+        self._step = step = Step(self.at[0], func, call, info, grad_mode=grad_mode)
         step.cells_before = len(self.memory_of)
-        step.plain = _COMPARED[info.has_sizes, _has_usual_floats(given.values())]
+        # All floats are the same as any that is equal: neither nan, nor a zero with its sign.
+        is_usual = all(abs(arg) > 0 for arg in given.values() if type(arg) is float)
+        step.plain = _COMPARED[info.has_sizes, is_usual]
         has_zeros = any(map(_torch.is_zeros, tensors_of([*given.values()])))
         step.run = _torch.with_zeros(info.run) if has_zeros else info.run
         if info.is_view:
@@ -202,17 +204,17 @@ class Recorder(Memories):
                 memory.state = OUTSIDE
                 step.states += ((memory.number, OUTSIDE),)
         written = tensors_of([given.get(place) for place in info.targets])
-        step.updates = info.updates_statistics(given)
+        step.updates = bool(given.get(info.switch, info.statistics))  # no switch: if it has any
         step.effect = (
             info.communicates
             or given.get(info.random_state) is not None
             or not all(map(self._can_be_made, written))
         )
-        step.draws = info.may_draw and not step.effect
         has_generator = torch.Generator in map(type, given.values())
         step.is_quick_draw = not (info.custom or has_generator)
-        if info.metadata_only and not step.effect:
-            step.reads_metadata = _has_storage(given[0])
+        if not step.effect:
+            step.draws = info.may_draw
+            step.reads_metadata = info.metadata_only and _has_storage(given[0])
         step.args = tuple([self._template(place, arg) for place, arg in given.items()])
 
     def _can_be_made(self, target: Tensor) -> bool:
@@ -289,11 +291,11 @@ class Recorder(Memories):
             step.writes += (memory.number,)
         return template
 
-    def has_run(self, step: Step, results: list[Tensor]) -> None:
+    def has_run(self, step: Step) -> None:
         """Record the results of an operator, which are in their cells."""
         info = step.info
-        step.count = len(results)
-        for cell, tensor in enumerate(results, len(self.memory_of)):
+        for cell in range(len(self.memory_of), len(self._cells)):
+            tensor = self.tensor_in(cell)
             memory = self.memory_at(tensor)
             if memory is None or step.event is BROUGHT_BACK:
                 state = UNFILLED if info.allocates else MADE
@@ -303,9 +305,10 @@ class Recorder(Memories):
                 step.states += ((cell, state),)
                 step.sizes += ((cell, _torch.memory_size(tensor)),)
             step.memories += ((cell, memory.number),)
+        step.count = len(step.memories)
         self.add(step)
         if step.event is None and not step.effect:
-            find_decisions(self, step, results, self._store)
+            find_decisions(self, step, self._store)
         self.add_decisions(step)
         if self._store.placement is not None:
             self.find_gone(step)
@@ -313,9 +316,9 @@ class Recorder(Memories):
             step.line = entered_from(sys._getframe(1))
         step.is_special |= bool(step.decides)
 
-    def event(self, parent: Step, event: str, args: tuple[Any, ...]) -> Step:
+    def event(self, event: str, args: tuple[Any, ...]) -> Step:
         """What has happened that is no operator: `keep`, `opaque`, a write that nobody saw."""
-        self._step = step = Step(parent, None, (event,), event=event, effect=True, args=args)
+        self._step = step = Step(self.at[0], None, (event,), event=event, effect=True, args=args)
         if event is BROUGHT_BACK:
             (slot,) = args
             step.reads = (slot.value,)
@@ -334,9 +337,8 @@ class Recorder(Memories):
                 step.decides = (Hold(self.value(cell), memory.number),)
         return self._end(step)
 
-    def slot(self, tensor: Tensor, is_read: bool, joins: bool) -> Slot:
-        """What autograd saves now; `is_read`: for a region inside, `joins`: as another part of the
-        tensor before."""
+    def slot(self, tensor: Tensor, is_read: bool) -> Slot:
+        """What autograd saves now; `is_read`: for a region inside."""
         self._step = step = Step(None, _INSIDE if is_read else None)
         template = self._name(tensor)
         cell = template.cell
@@ -346,15 +348,9 @@ class Recorder(Memories):
         if not memory.has(cell):
             # Autograd saves it before the operator runs that fills it: nothing is in it yet.
             self._hold(template, is_hidden=memory.state is UNFILLED)
-        slot = Slot(self.value(cell), step.firsts, step.holds, is_read=is_read, joins=joins)
-        slot.is_usual = not any((step.firsts, step.holds, joins, is_read))
+        slot = Slot(self.value(cell), step.firsts, step.holds, is_read)
+        slot.is_usual = not any((step.firsts, step.holds, is_read))
         slot.memory = None if memory.is_saved else memory.number
         self.has_saved(memory)
         self._end(step)
         return slot
-
-
-def _has_usual_floats(args: Any) -> bool:
-    """Whether all floats are the same as any that is equal: neither nan, nor a zero with its
-    sign."""
-    return all(abs(arg) > 0 for arg in args if type(arg) is float)

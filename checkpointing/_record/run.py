@@ -4,9 +4,6 @@ A run follows its program (`follow.py`) and holds values (`store.py`). Here is w
 it: autograd, the regions inside, `keep` and its like.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,14 +18,13 @@ from .program import BROUGHT_BACK, UNSEEN, Known, Program, Slot
 from .store import Store
 
 _RESTING = -1  # no depth of recomputes
-_is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 
 
 class Run(Follower):
     """One execution of a block."""
 
     ends: Ends | None = None  # of its pieces, if the block is taken in pieces
-    _announced: Tensor | None = None
+    announced: Tensor | None = None  # what is saved next is an alias of it
     _keeper: Mover | None = None  # takes what `keep` is given
     _saver: Mover | None = None  # takes all that autograd saves, which is then kept
 
@@ -39,8 +35,7 @@ class Run(Follower):
         preserve_rng_state: bool | str,
         policy: Any,
     ) -> None:
-        self.outer = thread.region
-        self.policy = policy or getattr(self.outer, "policy", None)
+        self.policy = policy or getattr(thread.region, "policy", None)
         store = Store(hooks, preserve_rng_state)
         super().__init__(program, store)
         self.switches = read_switches()
@@ -91,7 +86,7 @@ class Run(Follower):
         earlier pieces hold."""
         store = self.store
         store.pieces = pieces = store.pieces or Pieces()
-        pieces.leave(store.holds(), store.is_checked)
+        pieces.leave(store.holds())
         if self.ends is not None:
             self.ends.begin()
         self.begin()
@@ -104,8 +99,9 @@ class Run(Follower):
         """Whether the rest of the block can be treated as a new run, since a backward inside has
         begun. In hooks, each value that is met once more would be a slot, which a rerun must make
         at the same place. With `create_graph` alone, gradients are wanted in backward."""
-        keeps_graph = _is_grad_enabled()
-        return self.store.hooks is None and not keeps_graph and _graph_task_id() != self.store.task
+        if self.store.hooks is not None or _torch.graph_task_id() == self.store.task:
+            return False
+        return not torch.is_grad_enabled()
 
     def begin_anew(self, holders: list[Any]) -> None:
         """Holders have what they need, so the rest of the block is like another run, as in a loop
@@ -119,7 +115,7 @@ class Run(Follower):
     def _wakes_up(self, func: Any) -> bool:
         if self._depth != _RESTING or self._here["depth"] != self._awake:
             return False
-        if not _is_grad_enabled() or info_of(func).is_passed:
+        if not torch.is_grad_enabled() or info_of(func).is_passed:
             return False
         self._depth = self._awake
         if not any(holder() is not None for holder in self._holders):
@@ -140,13 +136,18 @@ class Run(Follower):
     # ---- what autograd saves
 
     def announce(self, tensor: Tensor) -> None:
-        """A region inside is about to take this as an input: what is saved next is an alias."""
-        self._announced = tensor
+        """A region inside is about to take this as an input."""
+        self.announced = tensor
 
-    def save(self, tensor: Tensor) -> Any:
+    def save(self, tensor: Tensor) -> Slot:
         """What a holder needs to bring `tensor` back."""
-        if self._later or self._compiled is not None or self._announced is not None:
-            return self._save_carefully(tensor)
+        if self._later or self._compiled is not None or self.announced is not None:
+            announced, self.announced = self.announced, None
+            self.store.settle()
+            saved = tensor if announced is None else announced
+            if self._compiled is not None:
+                self._compiled.before((saved,))
+            return self._save(saved, is_read=announced is not None)
         saves, place = self.step.saves, self.saved
         if place < len(saves):  # the usual case
             slot = saves[place]
@@ -157,28 +158,18 @@ class Run(Follower):
                 return slot
         return self._save(tensor)
 
-    def _save_carefully(self, tensor: Tensor) -> Any:
-        announced, self._announced = self._announced, None
-        self.store.settle()
-        saved = tensor if announced is None else announced
-        if self._compiled is not None:
-            self._compiled.before((saved,))
-        return self._save(saved, is_read=announced is not None)
-
-    def _save(self, tensor: Tensor, is_read: bool = False, joins: bool = False) -> Any:
+    def _save(self, tensor: Tensor, is_read: bool = False) -> Slot:
         """Save whatever it is: also an input of a region inside, which others may have filled
-        unseen, and a part of a wrapper subclass, which joins the part before."""
-        if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
-            return Wrapped(tensor, lambda part, joins: self._save(part, is_read, joins), joins)
-        slot = self._known_slot(tensor, is_read, joins)
+        unseen."""
+        slot = self._known_slot(tensor, is_read)
         while slot is None:
             self.own_program()
             step = self.step
             if any((step.next, step.plan, self.saved != len(step.saves))):
                 self._branch()
-                slot = self._known_slot(tensor, is_read, joins)
+                slot = self._known_slot(tensor, is_read)
             else:
-                slot = self._recorder_here().slot(tensor, is_read, joins)
+                slot = self._recorder_here().slot(tensor, is_read)
                 step.saves += (slot,)
         self.saved += 1
         for asked in slot.holds:
@@ -189,11 +180,11 @@ class Run(Follower):
             self.keep_at(tensor, self._saver)
         return slot
 
-    def _known_slot(self, tensor: Tensor, is_read: bool, joins: bool) -> Slot | None:
+    def _known_slot(self, tensor: Tensor, is_read: bool) -> Slot | None:
         if self.saved == len(self.step.saves):
             return None
         slot = self.step.saves[self.saved]
-        if (slot.joins, slot.is_read) != (joins, is_read):
+        if slot.is_read is not is_read:
             return None
         met: list[Tensor] = []
         (template,) = slot.firsts or (Known(slot.cell),)
@@ -239,36 +230,3 @@ class Run(Follower):
             return function(*args, **kwargs)
         with aside():
             return outer.once(function, args, kwargs)
-
-
-class Wrapped:
-    """A wrapper subclass, taken apart into slots."""
-
-    def __init__(self, tensor: Any, save: Callable[[Tensor, bool], Any], joins: bool) -> None:
-        names, self.context = tensor.__tensor_flatten__()
-        self.kind = type(tensor)
-        self.size, self.stride = tensor.size(), tensor.stride()
-        self.parts: dict[str, Any] = {}
-        for name in names:
-            part = getattr(tensor, name)  # a `DeviceMesh` may be one of them
-            if isinstance(part, Tensor):
-                part, joins = save(part, joins), True
-            self.parts[name] = part
-
-    def unwrapped(self, parts: Iterator[Tensor]) -> Tensor:
-        """The subclass, put together again from these parts."""
-        tensors = {}
-        for name, part in self.parts.items():
-            if type(part) is Wrapped:
-                part = part.unwrapped(parts)
-            tensors[name] = next(parts) if type(part) is Slot else part
-        return _torch.unflatten(self.kind, tensors, self.context, self.size, self.stride)
-
-
-def slots_of(saved: Any) -> Iterable[Slot]:
-    """The slots behind what a holder saved: one for a plain tensor."""
-    if type(saved) is Slot:
-        return (saved,)
-    if type(saved) is Wrapped:
-        return [slot for part in saved.parts.values() for slot in slots_of(part)]
-    return ()

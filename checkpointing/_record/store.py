@@ -7,8 +7,6 @@ geometry that both have in this very run.
 Invariant: a value that is held stays as it was when it was read, or fetching it is an error.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
@@ -21,8 +19,6 @@ from .._engine import CPU_RNG, Aliased, Destination, Generators, Held, Mover, ho
 from .ops import generators_of
 from .pieces import Pieces, must_copy
 from .program import NOT_WRITTEN, Cells, Hold, Step, Value
-
-_graph_task_id = _torch.graph_task_id
 
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
 Answer = bool | Destination
@@ -48,15 +44,16 @@ class Placement(NamedTuple):
 class Store:
     """The values that a run holds, and what else differs from run to run."""
 
+    first_holder = 0  # of the block's, which the run has made
+    placement: Placement | None = None  # what `auto()` is asked for
+    is_checked = False  # whether values are compared when they come back
+    pieces: Pieces | None = None  # of a block whose paths never come again
+
     def __init__(self, hooks: Any, preserve_rng_state: bool | str) -> None:
-        self.first_holder = 0  # of the block's, which the run has made
-        self.placement: Placement | None = None  # what `auto()` is asked for
-        self.is_checked = False  # whether values are compared when they come back
         self.movers: dict[Destination, Mover] = {}
         self.hooks = hooks  # or a mover: who takes inputs
         self._preserve_rng_state = preserve_rng_state
-        self.task = _graph_task_id()  # of the rerun that this is part of, if of one
-        self.pieces: Pieces | None = None  # of a block whose paths never come again
+        self.task = _torch.graph_task_id()  # of the rerun that this is part of, if of one
         self._depth = thread.depth
         # What to do when the last operator has returned, which has still to count versions up.
         self.later: list[Callable[[], Any]] = []
@@ -79,8 +76,8 @@ class Store:
         # By memory that was only allocated, and type: the parts that have been filled, and their
         # bytes.
         self._filled: dict[Any, dict[_torch.Layout, int]] = defaultdict(dict)
-        self._on: dict[int, list[Hold]] = defaultdict(list)  # what is held, by memory
-        self._new: list[Hold] = []  # and is not there yet
+        self._on: list[Hold] = []  # what is held, and may be written
+        self._memories: set[int] = set()  # of these, and more
 
     def mover(self, place: Answer | None) -> Mover | None:
         """Who takes tensors to a place; None if nobody has to."""
@@ -111,12 +108,16 @@ class Store:
         tensor = self.cells[asked.value[0]]()
         self._unplan(asked.value)  # another plan would let it go
         if asked.value not in self.held:
-            if self.pieces is not None and self.pieces.may_write(asked, tensor):
-                self.held[asked.value] = self.pieces.copy(tensor)
+            copied = self.pieces and self.pieces.copy_of(asked, tensor)
+            if copied:
+                self.held[asked.value] = copied
                 return
+            # In a backward inside the block, which a rerun of the enclosing region may meet at
+            # another time.
+            is_apart = (thread.depth, _torch.graph_task_id()) != (self._depth, self.task)
             hooks = self.hooks
             # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`).
-            if asked.is_hidden or asked.is_lent or (hooks is not None and self._is_apart()):
+            if asked.is_hidden or asked.is_lent or is_apart:
                 hooks = None
             self._hold_as(asked, tensor, hooks, asked.reader or "a tensor that it saved")
             if asked.is_lent:
@@ -124,27 +125,23 @@ class Store:
         if asked.is_copied:
             self.held[asked.value].freeze(lambda: _torch.copy(tensor))
 
-    def _is_apart(self) -> bool:
-        """Whether a backward inside the block runs, which a rerun of the enclosing region may meet
-        at another time."""
-        return thread.depth != self._depth or _graph_task_id() != self.task
-
     def refer(self, asked: Hold, parameter: Tensor) -> None:
         """Hold a parameter by itself."""
         self.held[asked.value] = Aliased(parameter, "a parameter", True)
-        self._new.append(asked)
+        self._on.append(asked)
+        self._memories.add(asked.memory)
 
     def keep(self, asked: Hold, mover: Mover | None) -> None:
         """Hold a value that could be computed. The mover says where; None: as an input."""
         tensor = self.cells[asked.value[0]]()
         self._unplan(asked.value)
-        self._hold_kept(asked, tensor, mover)
+        self._hold_as(asked, tensor, mover or self.hooks, "a kept tensor")
         self.kept_bytes += _torch.memory_size(tensor)
 
     def keep_planned(self, asked: Hold, counts: bool) -> None:
         """Hold what a plan keeps, if there is room; `counts`: in the budget."""
-        tensor = self.cells[asked.value[0]]()
-        if tensor is None or asked.value in self.held:
+        tensor = self._unheld(asked.value)
+        if tensor is None:
             return
         assert self.placement is not None
         budget, place, _ = self.placement
@@ -153,21 +150,21 @@ class Store:
             return
         self._planned[asked.value] = nbytes
         self._planned_bytes += nbytes
-        self._hold_kept(asked, tensor, self.mover(place))
+        self._hold_as(asked, tensor, self.mover(place) or self.hooks, "a kept tensor")
 
     def decide(self, asked: Hold) -> None:
         """Hold a decision."""
-        tensor = self.cells[asked.value[0]]()
+        tensor = self._unheld(asked.value)
         self._unplan(asked.value)
-        if tensor is not None and asked.value not in self.held:
+        if tensor is not None:
             self._hold_as(asked, tensor, None, "a decision")
             nbytes = _torch.memory_size(tensor)
             self.decided_bytes += nbytes
             self.kept_bytes += nbytes
 
-    def _hold_kept(self, asked: Hold, tensor: Tensor, mover: Mover | None) -> None:
-        is_moved = mover is not None and mover.takes(tensor)
-        self._hold_as(asked, tensor, mover if is_moved else self.hooks, "a kept tensor")
+    def _unheld(self, value: Value) -> Tensor | None:
+        """A value that exists, and is not held yet."""
+        return None if value in self.held else self.cells[value[0]]()
 
     def _hold_as(self, asked: Hold, tensor: Tensor, hooks: Any, name: Any) -> None:
         held: Any = None
@@ -176,31 +173,27 @@ class Store:
         finally:  # a hook of the user may raise, and the block go on
             self.held[asked.value] = held or hold(tensor, None, name)
             if not asked.is_hidden:
-                self._new.append(asked)
+                self._on.append(asked)
+                self._memories.add(asked.memory)
 
     # ---- memory that is about to be written
 
     def holds_on(self, memories: tuple[int, ...]) -> bool:
         """Whether something is held on one of these."""
-        on = self._on
-        if self._new:
-            for asked in self._new:
-                on[asked.memory].append(asked)
-            self._new.clear()
-        return not on.keys().isdisjoint(memories)
+        return not self._memories.isdisjoint(memories)
 
     def before_write(self, step: Step, targets: list[Tensor]) -> None:
         """Copy what is held where a step writes."""
         if self.pieces is not None and (step.effect or step.updates):
             self.pieces.before_write(step, targets)
-        for memory in step.writes:
-            for asked in self._on.pop(memory, ()):
-                held = self.held[asked.value]
-                if not step.updates and self._lies_apart(asked, held, targets):
-                    self._on[memory].append(asked)
-                    self.later.append(held.renew)
-                elif must_copy(step, held, asked.is_read or self.is_checked):
-                    self._freeze(asked, held)
+        for asked in [asked for asked in self._on if asked.memory in step.writes]:
+            held = self.held[asked.value]
+            if not step.updates and self._lies_apart(asked, held, targets):
+                self.later.append(held.renew)
+                continue
+            self._on.remove(asked)
+            if must_copy(step, held, asked):
+                self._freeze(asked, held)
 
     def before_unseen_writes(self, step: Step) -> None:
         """Copy all that is held, but parameters."""
@@ -210,18 +203,14 @@ class Store:
         if self.pieces is not None:
             self.pieces.before_unseen_write(step)
         self._on.clear()
-        self._new.clear()
 
     def holds(self) -> list[tuple[Hold, Held]]:
         """What is held, and may be written later."""
-        asked = [*self._new, *[each for there in self._on.values() for each in there]]
-        return [(each, self.held[each.value]) for each in asked]
+        return [(asked, self.held[asked.value]) for asked in self._on]
 
     def has_been_written(self, memories: tuple[int, ...]) -> None:
         """Nobody saw it: it is too late to copy."""
-        if self.holds_on(memories):
-            for memory in memories:
-                self._on.pop(memory, None)
+        self._on = [asked for asked in self._on if asked.memory not in memories]
         if self.pieces is not None:
             self.pieces.copies.clear()
 
@@ -262,8 +251,7 @@ class Store:
         for value in values:
             del self.held[value]
             self._unplan(value)
-        for there in (*self._on.values(), self._new):
-            there[:] = [asked for asked in there if asked.value in self.held]
+        self._on = [asked for asked in self._on if asked.value in self.held]
 
     # ---- random states, numbers and shapes
 

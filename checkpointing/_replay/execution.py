@@ -5,32 +5,21 @@ it writes are copied when they are fetched. Before it writes, the targets that i
 overlap with what is written are copied, by the geometry that both have in this very run.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 
 from torch import Tensor
 
 from .. import _torch, errors
-from .._engine import Frame, Moved, Task, Undo, described
+from .._engine import Frame, Task, Undo, described
 from .._plan import Found, Instruction, Window
-from .._record import Like, check_there, shapes_of, tensors_of
+from .._record import Like, shapes_of, tensors_of
 
 
-def fetch(held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
-    """What a run holds. `inputs` has what has been fetched before, and costs something."""
-    if type(held) in _torch.UNWRAPPED:  # an earlier replay has made it
-        return held  # type: ignore[no-any-return]
-    tensor = inputs.get(held)
-    if tensor is None:
-        tensor = held.fetch(where)
-        if held.is_parameter:
-            check_there(where, tensor)
-        # Else it can be fetched again.
-        if held.is_packed and type(held) is not Moved:
-            inputs[held] = tensor
-    return tensor
+def was_given_back(parameter: Tensor) -> bool:
+    """Whether FSDP2 has given back the memory of a parameter. Kernels would crash on it."""
+    is_empty = _torch.has_storage(parameter) and not parameter.untyped_storage().nbytes()
+    return is_empty and parameter.numel() > 0
 
 
 class Work(Task):
@@ -42,20 +31,32 @@ class Work(Task):
         super().__init__()
         self.memory: dict[Any, Any] = {}  # tensors that have been fetched, and parts of stocks
 
+    def fetch(self, held: Any, where: Frame) -> Any:
+        """What a run holds."""
+        if type(held) in _torch.UNWRAPPED:  # an earlier replay has made it
+            return held
+        tensor = self.memory.get(held)
+        if tensor is None:
+            tensor = held.fetch(where)
+            if held.is_parameter and was_given_back(tensor):
+                raise errors.given_back(where, tensor.shape)
+            if held.is_packed:  # else it can be fetched again
+                self.memory[held] = tensor
+        return tensor
+
 
 class Execution:
     """One replay of a window."""
 
     def __init__(self, window: Window, stock: Any, frame: Frame, work: Work) -> None:
         """`stock` has what the run holds for the window."""
-        self.window, self.frame, self.undo = window, frame, work.undo
-        self.random, self.numbers, self.shapes = stock.random, stock.numbers, stock.shapes
+        self.window, self.stock, self.frame, self.undo = window, stock, frame, work.undo
         self.found: dict[int, Tensor] = {}  # by target
         self.exposed: dict[int, list[int]] = defaultdict(list)  # by memory: found, and not copied
         self.table = window.table.copy()
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         for place, value, _ in window.starts:
-            self.table[place] = fetch(stock.held[value], frame, work.memory)
+            self.table[place] = work.fetch(stock.held[value], frame)
 
     def make(self) -> dict[int, Tensor]:
         """What the window makes, by target."""
@@ -63,7 +64,7 @@ class Execution:
         return self.found
 
     def _make(self) -> None:
-        table, numbers = self.table, self.numbers
+        table, numbers = self.table, self.stock.numbers
         for place, _, is_written in self.window.starts:
             if is_written:
                 table[place] = _torch.clone_storage(table[place])
@@ -103,22 +104,18 @@ class Execution:
         _torch.set_grad_enabled(instruction.step.grad_mode)
         for memory in instruction.writes:
             self._save_from(instruction, memory)
-        state = self.random.get(instruction.index) if instruction.step.draws else None
+        state = self.stock.random.get(instruction.index)
         if state is not None:
             state.enter(self.undo)
         args = [self._look(place) for place in instruction.args]
         kwargs = {name: self._look(place) for name, place in instruction.kwargs.items()}
         result = instruction.run(*args, **kwargs)
-        if self.shapes:
-            self._check_shapes(instruction, result)
-        return result
-
-    def _check_shapes(self, instruction: Instruction, result: Any) -> None:
-        """An operator may depend on more than the shapes of its arguments."""
-        was, step = self.shapes.get(instruction.index), instruction.step
+        # An operator may depend on more than the shapes of its arguments.
+        was, step = self.stock.shapes.get(instruction.index), instruction.step
         if was is not None and was != (now := shapes_of(result)):
             line = None if step.line is None else described(step.line)
             raise errors.other_shapes(self.frame, str(step.func), line, was, now)
+        return result
 
     def _look(self, place: Any) -> Any:
         if type(place) is int:

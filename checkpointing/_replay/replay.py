@@ -6,10 +6,7 @@ needs is freed when the block ends, and the rest goes as backward passes by (rul
 holder runs the window of its group.
 """
 
-from __future__ import annotations
-
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import Any
 from weakref import ref
@@ -30,11 +27,19 @@ from .._engine import (
     enter_switches,
     regions,
     undo_all,
+    unpack,
     warn,
 )
 from .._plan import Group, Plan, attach, plan_of
-from .._record import Ends, Path, Pieces, Run, Slot, Value, Wrapped, size_pieces, slots_of
-from .execution import Execution, Work, fetch
+from .._record import (
+    Ends,
+    Path,
+    Pieces,
+    Run,
+    Value,
+    size_pieces,
+)
+from .execution import Execution, Work, was_given_back
 
 _MUCH, _NEARLY_ALL = 1 << 26, 0.9  # bytes that a block saves, and the part that backward needs
 _AHEAD = 2  # how many offloaded tensors are prefetched
@@ -43,8 +48,6 @@ _AHEAD = 2  # how many offloaded tensors are prefetched
 class Stock:
     """What the window of a group starts from in one run."""
 
-    __slots__ = ("first_holder", "group", "held", "numbers", "random", "shapes")
-
     def __init__(
         self, group: Group, held: Mapping[Value, Any], source: Any, slots: Sequence[int]
     ) -> None:
@@ -52,22 +55,16 @@ class Stock:
         values, randoms = group.needs(slots)
         self.group = group
         self.held = {value: held[value] for value in values}
-        known: dict[int, Any] = source.random
+        known = source.random
         self.random = {index: known[index] for index in randoms if index in known}
         self.first_holder: int = source.first_holder
-        self.numbers: dict[int, Any] = source.numbers
-        self.shapes: dict[int, Any] = source.shapes
-
-    def owner(self, slot: int) -> int:
-        """Which holder of the frame has a slot."""
-        return self.first_holder + self.group.path.owners[slot]
+        self.numbers, self.shapes = source.numbers, source.shapes
 
     def wanted(self, holders: Sequence[ref[Holder]], task: Task) -> dict[int, Holder]:
         """By slot: the live holders that the graph task may still open."""
-        owners, first = self.group.path.owners, self.first_holder
         found: dict[int, Holder] = {}
         for slot in self.group.slots:
-            holder = holders[first + owners[slot]]()
+            holder = holders[self.first_holder + slot]()
             if holder is not None and holder.slot not in task:
                 found[slot] = holder
         return found
@@ -80,7 +77,22 @@ class Stock:
 class _Holder(Holder):
     __slots__ = ("stock",)
 
-    stock: Stock  # once the block has ended
+    stock: Stock  # once the block has ended, or a backward inside it has begun
+
+
+class Wrapped:
+    """A wrapper subclass, taken apart: its parts have holders."""
+
+    def __init__(self, tensor: Any, pack: Callable[[Tensor], Holder]) -> None:
+        names, self.context = tensor.__tensor_flatten__()
+        self.kind = type(tensor)
+        self.size, self.stride = tensor.size(), tensor.stride()
+        parts = {name: getattr(tensor, name) for name in names}  # one may be a `DeviceMesh`
+        self.parts = {k: pack(v) if isinstance(v, Tensor) else v for k, v in parts.items()}
+
+    def unwrapped(self) -> Tensor:
+        parts = {k: unpack(v) if type(v) is _Holder else v for k, v in self.parts.items()}
+        return _torch.unflatten(self.kind, parts, self.context, self.size, self.stride)
 
 
 class Replay(Frame):
@@ -90,22 +102,19 @@ class Replay(Frame):
     kind_of_task = Work
     may_have_pieces = False
     is_new = False  # whether the block went a way that was not known
+    replays: int = 0
+    replayed = 0
+    plan: Plan | None = None  # when the block has ended
+    _counted = 0  # operators, before the block began anew
+    _saved = 0  # bytes, in earlier pieces
+    _order: dict[ref[Moved], int] | None = None  # in which backward wants them
 
     def __init__(self, run: Run, *about: Any) -> None:
         super().__init__(*about)
         self.run = run
         self.save = run.save
-        # Values that are held are compared, too, or all windows run.
-        self._computes_all = self.check is not None or not self.early_stop
-        self.replays: int = 0
-        self.replayed = 0
-        self._counted = 0  # operators, before the block began anew
-        self._saved = 0  # bytes, in earlier pieces
         self._pieces: list[int] = []  # the steps at which they ended, by id
         self._ends: list[int] = []  # operators before these
-        self.plan: Plan | None = None  # when the block has ended
-        self._order: list[ref[Moved]] | None = None
-        self._stocks: dict[int, Stock] = {}  # by slot: what a backward inside the block starts from
 
     # ---- what the holders get
 
@@ -113,6 +122,10 @@ class Replay(Frame):
         holder, holders = _Holder(), self.holders
         holder.frame = self
         holder.slot = len(holders)
+        if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+            holder.slot = ~holder.slot  # which no part has
+            holder.saved = self._wrapped(tensor)
+            return holder
         holders.append(ref(holder))
         holder.saved = self.save(tensor)
         if self.check is not None:
@@ -122,6 +135,18 @@ class Replay(Frame):
         return holder
 
     _torch.mark_as_torchs_own(pack)
+
+    def _wrapped(self, tensor: Tensor) -> Wrapped:
+        """Take a wrapper subclass apart. Of an input of a region inside, all parts are inputs."""
+        run = self.run
+        announced, run.announced = run.announced, None
+
+        def pack(part: Tensor) -> Holder:
+            if announced is not None:
+                run.announce(part)
+            return self.pack(part)
+
+        return Wrapped(tensor if announced is None else announced, pack)
 
     def allow_pieces(self) -> None:
         """Where the paths of a site do not come again, the block is several, one after the other,
@@ -160,25 +185,10 @@ class Replay(Frame):
         return plan.complaint
 
     def _hand_over(self) -> Plan:
-        """What windows need goes to the holders, which own it from here on."""
+        """What windows need goes to the holders. Returns the plan for what the run has done."""
         run, store = self.run, self.run.store
-        plan = self._find_plan()
-        holders: Any = [weak() for weak in self.holders[store.first_holder :]]
-        owners = plan.path.owners
-        for group in plan.groups_for(run):
-            alive = [slot for slot in group.slots if holders[owners[slot]] is not None]
-            if alive:
-                stock = Stock(group, store.held, store, alive)
-                for slot in alive:
-                    holders[owners[slot]].stock = stock
-        self._stocks = {}
-        return plan
-
-    def _find_plan(self) -> Plan:
-        """The plan for what the run has done so far."""
-        run = self.run
         run.finish_step()
-        old = run.step.plan
+        old: Plan | None = run.step.plan
         if old is not None and old.suits(run):
             plan = old
         else:
@@ -191,23 +201,26 @@ class Replay(Frame):
         run.program.expected = plan
         if old is not None and plan.size > old.size:
             run.program.grow(plan.size)
-        return plan  # type: ignore[no-any-return]
+        holders: Any = [weak() for weak in self.holders[store.first_holder :]]
+        for group in plan.groups_for(run):
+            alive = [slot for slot in group.slots if holders[slot] is not None]
+            if alive:
+                stock = Stock(group, store.held, store, alive)
+                for slot in alive:
+                    holders[slot].stock = stock
+        return plan
 
     def _stock_of(self, holder: Any) -> Stock:
         if hasattr(holder, "stock"):
             return holder.stock  # type: ignore[no-any-return]
-        slot, run = holder.slot, self.run
-        run.program.history.stay_whole()
+        run = self.run  # in which a backward has begun
+        run.program.history.stays_whole = True
         if run.may_begin_anew():
             self._leave()
             run.begin_anew(self.holders)
-            return holder.stock  # type: ignore[no-any-return]
-        if slot not in self._stocks:  # a backward inside the block
-            store = run.store
-            for group in self._find_plan().groups_for(run):
-                stock = Stock(group, store.held, store, group.slots)
-                self._stocks.update((stock.owner(slot), stock) for slot in group.slots)
-        return self._stocks[slot]
+        else:
+            self._hand_over()
+        return holder.stock  # type: ignore[no-any-return]
 
     # ---- as a frame
 
@@ -217,21 +230,19 @@ class Replay(Frame):
     def at_hand(self, holder: Holder) -> Tensor | None:
         """A value that is held by itself: nothing to compute, nothing to share."""
         slot = holder.saved
-        if self._computes_all or type(slot) is not Slot:
-            return None
+        if type(slot) is Wrapped:
+            return slot.unwrapped()
+        if self.check is not None or not self.early_stop:
+            return None  # it is compared, too, or all windows run
         held = self._stock_of(holder).held.get(slot.value)
-        if type(held) is Aliased and not (held.is_stale or held.is_parameter):
-            return held.packed  # type: ignore[no-any-return]
-        if held is None or held.is_packed:
+        if type(held) is not Aliased:
             return None
-        try:
-            return fetch(held, self, {})
-        except errors.CheckpointError:
-            return None  # it will be raised again, from a recompute
+        if held.is_stale or was_given_back(held.packed):
+            return None  # which a recompute says
+        return held.packed  # type: ignore[no-any-return]
 
-    def recompute(self, holder: Holder, task: Task) -> None:
+    def recompute(self, holder: Holder, task: Any) -> None:
         run = self.run
-        assert isinstance(task, Work), "which `kind_of_task` says"
         run.store.settle()
         undo: Undo = []
         task.undo = undo
@@ -281,18 +292,10 @@ class Replay(Frame):
         execution = Execution(window, stock, self, work)
         if self.run.store.movers and self.complete:
             self._prefetch(stock)
-        parts: dict[int, list[Tensor]] = defaultdict(list)  # by holder
         for number, tensor in sorted(execution.make().items()):
             holder = holders[number]
-            saved = holder.saved
-            if type(saved) is Wrapped:
-                mine = parts[holder.slot]
-                mine.append(tensor)
-                if len(mine) == len([*slots_of(saved)]):
-                    self.deliver(holder, saved.unwrapped(iter(mine)), work)
-                continue
-            if not hasattr(holder, "stock"):
-                self.run.adopt(tensor, saved)
+            if self.plan is None and holder.slot >= self.run.store.first_holder:
+                self.run.adopt(tensor, holder.saved)
             self.deliver(holder, tensor, work)
 
     def _part_of(self, holder: Holder, work: Work) -> Stock:
@@ -326,21 +329,20 @@ class Replay(Frame):
             if all(self.at_hand(wanted[slot]) is not None for slot in mine):
                 continue  # they are handed out without it, and it would stay
             part_stock = Stock(part, held, stock, mine)
-            found.update((stock.owner(slot), part_stock) for slot in mine)
+            found.update((stock.first_holder + slot, part_stock) for slot in mine)
         return found
 
     def _prefetch(self, stock: Stock) -> None:
         """Start to bring back the next tensors: backward opens first the one saved last."""
         if self._order is None:
-            self._order = []
             holders = [h for weak in reversed(self.holders) if (h := weak()) is not None]
-            for one in dict.fromkeys(map(self._stock_of, holders)):
-                for moved in one.moved():
-                    if moved.rank < 0:
-                        moved.rank = len(self._order)
-                        self._order.append(ref(moved))
-        last = max([moved.rank for moved in stock.moved()], default=len(self._order))
-        coming = (later for weak in self._order[last + 1 :] if (later := weak()) is not None)
+            stocks = dict.fromkeys(map(self._stock_of, holders))
+            found = dict.fromkeys([ref(moved) for one in stocks for moved in one.moved()])
+            self._order = {weak: rank for rank, weak in enumerate(found)}
+        ranks = [self._order.get(ref(moved), -1) for moved in stock.moved()]
+        last = max(ranks, default=len(self._order))
+        after = islice(self._order, last + 1, None)
+        coming = (later for weak in after if (later := weak()) is not None)
         for later in islice(coming, _AHEAD):
             later.prefetch()
 
@@ -352,9 +354,8 @@ class Replay(Frame):
 
     def maker(self, holder: Any, tensor: Tensor) -> str | None:
         path = holder.stock.group.path if hasattr(holder, "stock") else self.run.so_far()
-        steps = [path.maker_of(slot.value) for slot in slots_of(holder.saved)]
-        known = (str(step.func) for step in steps if step is not None)
-        return next(known, None) or super().maker(holder, tensor)
+        step = path.maker_of(holder.saved.value)
+        return super().maker(holder, tensor) if step is None else str(step.func)
 
     def counts(self) -> tuple[int, tuple[int, ...]]:
         """How many operators were recorded, and where among them the cuts are."""
@@ -369,22 +370,20 @@ class Replay(Frame):
         paths: dict[Any, Path] = {stock: stock.group.path for stock in found}
         if self.plan is None:  # the block still runs
             paths[self.run.store] = self.run.so_far()
-        seen: set[int] = set()  # by id: several stocks may have it
         for stock, path in paths.items():
             for value, held in stock.held.items():
-                if not (held.is_parameter or id(held) in seen):
+                if not held.is_parameter:
                     yield _holding(path, value, held)
             for index, state in stock.random.items():
                 step = path.steps[index]
-                for tensor in state.states if id(state) not in seen else ():
+                for tensor in state.states:
                     yield Holding("random state", tensor, str(step.func), step.note)
-            seen.update(map(id, [*stock.held.values(), *stock.random.values()]))
 
 
 def _drop(stock: Stock, parts: dict[int, Stock]) -> None:
     """Its window has run, or has been taken apart."""
     for slot in stock.group.slots:
-        parts.pop(stock.owner(slot), None)
+        parts.pop(stock.first_holder + slot, None)
 
 
 def _holding(path: Path, value: Value, held: Held) -> Holding:

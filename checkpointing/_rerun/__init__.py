@@ -6,5 +6,4 @@ random numbers and switches of the forward.
 
 from .ambient import register_state
 from .buffers import Moment
-from .inputs import Inputs, contents_of
 from .rerun import Call, PreserveRngState, Rerun, call_within

@@ -11,8 +11,6 @@ Rejected: entering `autocast` and other context managers in every recompute, as 
 would be most of a region's overhead.
 """
 
-from __future__ import annotations
-
 import contextvars
 import weakref
 from collections import OrderedDict
@@ -123,7 +121,7 @@ class Ambient:
             torch.set_autocast_enabled(kind, False)
         for setter, value in self._autocast:
             setter(value)
-        if self._autocast and not _are_alike(self._autocast, around):
+        if self._autocast and [v for _, v in self._autocast] != [v for _, v in around]:
             torch.clear_autocast_cache()
             undo.append((lambda _: torch.clear_autocast_cache(), None))
 
@@ -137,10 +135,6 @@ def _autocast_state() -> Undo:
             (partial(torch.set_autocast_dtype, kind), torch.get_autocast_dtype(kind)),
         ]
     return state
-
-
-def _are_alike(one: Undo, other: Undo) -> bool:
-    return [value for _, value in one] == [value for _, value in other]
 
 
 _COLLECTIONS = (list, dict, set, tuple)

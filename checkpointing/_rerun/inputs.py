@@ -49,9 +49,10 @@ class Inputs:
             if not value.is_cpu:
                 self.devices |= {value.device}
             held = hold_argument(value, self._hooks, name)
-            given = self._given.setdefault(id(value), (value, _torch.version(value), held))
-            self.inputs[given[2]] = value.requires_grad
-            return given[2]
+            given = value, _torch.version(value), held
+            *_, held = self._given.setdefault(id(value), given)
+            self.inputs[held] = value.requires_grad
+            return held
         if isinstance(value, torch.Generator):
             self.generators += (value,)
         else:
@@ -87,17 +88,13 @@ class Inputs:
             for name in each.co_names:
                 if name in scope and isinstance(scope[name], Module):
                     self.modules += (scope[name],)
-        if function.__defaults__ or function.__kwdefaults__:
-            self._hold_defaults(function)
-
-    def _hold_defaults(self, function: FunctionType) -> None:
-        """Guard the tensors among a function's default arguments, which live as long as it does.
-        Look for generators and modules there."""
-        code, positional = function.__code__, function.__defaults__ or ()
+        positional, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
+        if not (positional or keywords):
+            return
         names = code.co_varnames[: code.co_argcount]
-        last = dict(zip(names[::-1], positional[::-1], strict=False))
-        defaults = last | (function.__kwdefaults__ or {})
+        defaults = dict(zip(names[::-1], positional[::-1], strict=False)) | keywords
 
+        # Tensors among them live as long as the function, and are guarded.
         def guard(value: Any, name: Name) -> None:
             if not isinstance(value, Tensor):
                 self.hold(value, name)

@@ -6,8 +6,6 @@ again. Where a `forward_only` function returned its arguments, or views of them,
 its own arguments, or the same views of them.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 
@@ -26,7 +24,6 @@ from .._engine import (
     is_parameter,
     named,
     put_together,
-    root_of,
     take_apart,
     tensors_in,
     within,
@@ -78,11 +75,6 @@ class Passed:
             return base.as_strided(size, stride, offset + base.storage_offset())
 
 
-def _is_view(part: Tensor, argument: Tensor) -> bool:
-    # A gradient comes from the argument, or from elsewhere.
-    return _torch.lies_in(part, argument) and argument.requires_grad >= part.requires_grad
-
-
 class Result:
     """The result of one call of a `forward_only` function."""
 
@@ -103,7 +95,9 @@ class Result:
             if not isinstance(part, Tensor):
                 return part
             for number, value in enumerate(given):
-                if isinstance(value, Tensor) and _is_view(part, value):
+                if not isinstance(value, Tensor) or value.requires_grad < part.requires_grad:
+                    continue  # a gradient would come from elsewhere
+                if _torch.lies_in(part, value):
                     return Passed(number, value, part)
             pin = Pin(part, hooks, "the result of a forward_only function")
             self.pins.append(pin)
@@ -122,7 +116,7 @@ class Repeated(Region):
         self._frame: Frame = frame
 
     def keep(self, tensor: Tensor) -> Tensor:
-        if is_parameter(root_of(tensor)):
+        if is_parameter(tensor):
             return tensor
         pin: Pin | None = next(self._pins, None)
         if pin is None:  # the forward still runs, and has not come so far

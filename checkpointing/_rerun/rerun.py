@@ -37,7 +37,6 @@ from .._engine import (
     note_written,
     put_together,
     rngs_of,
-    root_of,
     take_apart,
     tensors_in,
     thread,
@@ -155,7 +154,7 @@ class Rerun(Region, Call, Slots):
                 raise errors.unseen_dropout(self, module)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        if is_parameter(root_of(tensor)):
+        if is_parameter(tensor):
             return tensor
         if isinstance(self.outer, Rerun | Repeated):
             # Its rerun enters this region again, which must then meet the same value.
@@ -187,8 +186,7 @@ class Rerun(Region, Call, Slots):
                 calling.refuse(written, tensors_in([args, kwargs, [value for _, value in cells]]))
             context = self.go_back(self, cells, undo)
             calling.rewound = self._buffers.rewound
-            if any([self.pins, self.results, self.policy, not self.complete]):
-                thread.region = Repeated(self)
+            thread.region = Repeated(self)
             calling.call(partial(context.run, function, *args, **kwargs))
         finally:
             undo_all(undo)

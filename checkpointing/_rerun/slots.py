@@ -35,7 +35,6 @@ from .._engine import (
     Task,
     check_version,
     identity,
-    is_parameter,
     named,
     reader,
     user_line,
@@ -224,13 +223,9 @@ class Calling:
             if slot == self.holder.slot:
                 raise errors.overwritten(self.frame, slot in self.frame.inner_inputs)
             del self.task[slot]  # an error only if backward asks for it, as in plain code
-        if self._stopped:
-            return
-        frame, last = self.frame, self.holder.slot
-        if frame.early_stop or frame.complete:
-            last = min(self._stop_at, self._count - 1)
-        if self._passed <= last:
-            raise errors.different_number(frame, last, reader(), self._count, self._passed)
+        last = min(self._stop_at, self._count - 1)
+        if self._passed <= last and not self._stopped:
+            raise errors.different_number(self.frame, last, reader(), self._count, self._passed)
 
 
 class Slots(Frame):
@@ -293,10 +288,10 @@ def whole_parameter(shown: Shown) -> Tensor | None:
 def parameter_in(tensor: Tensor) -> Shown | None:
     """The parameter that a tensor is, or is a view of."""
     root: Any = tensor._base if type(tensor) is Tensor else tensor
-    if not is_parameter(root):
+    if type(root) is Tensor or not isinstance(root, nn.Parameter):
         return None
     # One that trains lives as long as the graph, which ends in it. A frozen one may go.
-    ref = _ref(root)
+    ref: Any = _ref(root)
     return id(ref), tensor._version, root is tensor, ref
 
 

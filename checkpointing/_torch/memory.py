@@ -240,7 +240,7 @@ def lies_in(tensor: Tensor, other: Tensor) -> bool:
 
 def are_alike(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are plain, and of one size, type and device."""
-    if None in (layout_of(one), layout_of(other)):
+    if layout_of(one) is None or layout_of(other) is None:
         return False
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 

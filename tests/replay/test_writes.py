@@ -148,6 +148,13 @@ class Programs:
         h = nn.functional.batch_norm(x.sin(), mean, var, training=True)
         return (h * mean).exp() * y, h * var
 
+    @case(doors=REPLAY)
+    def statistics_that_are_kept_before_their_update(x, y):
+        mean = keep(x.sin().mean(0))
+        a, var = mean.exp(), torch.ones_like(mean)
+        h = nn.functional.batch_norm(y * 1, mean.detach(), var, training=True)
+        return a.square() * h
+
     @case(whole=True, make=leaves(lambda: nn.BatchNorm1d(6)), doors=("scope", "replay", "planned"))
     def evaluation_before_training(region, x, y, m):
         def f(x, y):
