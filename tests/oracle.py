@@ -25,7 +25,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -394,13 +394,14 @@ class Table:
         return bit_for_bit, nothing_stays
 
 
-def leaves(*modules: Function) -> Function:
+def leaves(*modules: Function, shape: tuple[int, ...] = (4, 6), **options: Any) -> Function:
     """Two tensors of numbers that want gradients, and modules."""
+    options = options or {"dtype": torch.float64}
 
     def make() -> tuple[Any, ...]:
         torch.manual_seed(3)
-        two = [torch.randn(4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-        return (*two, *[m().double() for m in modules])
+        two = [torch.randn(shape, **options, requires_grad=True) for _ in range(2)]
+        return (*two, *[m().to(**options) for m in modules])
 
     return make
 
@@ -544,6 +545,12 @@ class Programs:
 
 
 # ---- what runs, and what lives
+
+
+def with_gradients(parameters: Iterable[Tensor]) -> None:
+    """Gradients are there already, and so are no part of what is counted."""
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
 
 
 def python_calls(run):

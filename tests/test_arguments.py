@@ -77,7 +77,7 @@ STRUCTURES = {
 }
 
 
-@EACH_WAY
+@oracle.EACH_DOOR
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("kind", ["leaf", "computed"])
 def test_arguments_and_results_of_any_structure(door, structure, kind):

@@ -9,17 +9,23 @@ import threading
 import types
 import warnings
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 from oracle import WAYS, at_once, bits, count, plain
 from torch import nn
+from torch.ao import quantization
 from torch.nn.utils import parametrizations
 
 from checkpointing import ChangedError, MismatchError, checkpoint_scope, checkpointed
 from checkpointing.torch_compat import checkpoint
 
-DOORS = {**WAYS, "reentrant": lambda fn: functools.partial(checkpoint, fn, use_reentrant=True)}
+pytestmark = oracle.NO_ROOM
+REPLAY = {"replay": oracle.replay, "scope": oracle.scope, "planned": oracle.planned}
+REPLAY["in hooks"] = lambda fn: oracle.in_hooks(oracle.scope(fn))
+REENTRANT = {"reentrant": lambda fn: functools.partial(checkpoint, fn, use_reentrant=True)}
+DOORS = {**WAYS, **REPLAY, **REENTRANT}
 DOOR = pytest.mark.parametrize("door", DOORS)
 
 
@@ -210,6 +216,13 @@ MODULES = {
     "modes": with_modes,
     "BatchNorm1d, alone": lambda: nn.BatchNorm1d(4),
     "BatchNorm1d, cumulative": lambda: sequence(nn.BatchNorm1d(4, momentum=None)),
+    "one that is used twice": lambda: sequence(*[nn.BatchNorm1d(4)] * 2),
+    "InstanceNorm1d": lambda: sequence(
+        nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+    ),
+    "fake quantization": lambda: sequence(
+        quantization.FakeQuantize(quantization.MovingAverageMinMaxObserver, 0, 255)
+    ),
     "spectral_norm": lambda: sequence(parametrizations.spectral_norm(nn.Linear(4, 4))),
     "spectral_norm, old": lambda: sequence(nn.utils.spectral_norm(nn.Linear(4, 4))),
     "counter": Counter,
@@ -283,7 +296,9 @@ def train(model, fn, backward_in_evaluation=False):
         if backward_in_evaluation:
             model.eval()
         there = [*model.buffers()]
-        y.square().sum().backward()
+        loss = y.square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
         assert all(map(operator.is_, model.buffers(), there))
         if backward_in_evaluation:
             model.train()
@@ -377,7 +392,7 @@ LARGE["WithBuffers.mean"] = WithBuffers(beside_a_count, False, mean=torch.zeros(
 def test_large_buffers_that_are_written_are_refused_by_rerun(name, door):
     """The error names the buffer and the remedy, with which it is as plain."""
     model, want = copy.deepcopy(LARGE[name]), copy.deepcopy(LARGE[name])
-    if door in ("replay", "scope"):
+    if door in REPLAY:
         assert train(model, DOORS[door](model)) == train(want, want)
     else:
         with pytest.raises(

@@ -5,77 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from oracle import (
-    NO_ROOM,
-    PLANNED,
-    REGIONS,
-    REPLAY,
-    RERUN,
-    Table,
-    bits,
-    leaves,
-    noisy,
-    python_calls,
-)
+from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, Table, bits, leaves, noisy, python_calls
 from torch import nn
 
 from checkpointing import ChangedError, auto, checkpoint_scope, keep, opaque
 
 case = Table(leaves())
 pytestmark = NO_ROOM
-
-
-def norm(name, build, shape):
-    """A module in a region: called several times, through a closure and in evaluation mode."""
-
-    def many(region, x, y, m):
-        a = region(m, (x * 1).reshape(shape).sin()).exp()
-        b = region(m, (y * 2).reshape(shape)).exp()
-        return a * b, region(m, region(m, a))
-
-    def closure(region, x, y, m):
-        f = lambda x: m(x.reshape(shape).sin()).exp()
-        return region(f, x) * region(f, y * 2), region(lambda x: f(f(x).reshape(4, 6)), x)
-
-    def evaluated(region, x, y, m):
-        m(x.reshape(shape)), m.eval()
-        return region(m, (x * y).reshape(shape)).exp()
-
-    def add(program, **options):
-        program.__name__ = f"{name}_{program.__name__}"
-        case(program, make=leaves(build), whole=True, **options)
-
-    add(many)
-    add(closure, doors=REPLAY)
-    add(evaluated, refused=RERUN)  # of those that write in evaluation mode, too
-
-
-class Ema(nn.Module):
-    """A counter, an average and a largest value: written by `forward`, each in its own way."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        self.register_buffer("mean", torch.zeros(6))
-        self.register_buffer("top", torch.zeros(6))
-
-    def forward(self, x):
-        self.count += 1
-        self.mean.lerp_(x.detach().mean(0), 0.1)
-        self.top = torch.maximum(self.top, x.detach().amax(0))
-        return (x - self.mean.clone()) * self.top.clone() / self.count.clone()
-
-
-def quantizer():
-    observer = torch.ao.quantization.MovingAverageMinMaxObserver
-    return torch.ao.quantization.FakeQuantize(observer=observer, quant_min=0, quant_max=255)
-
-
-norm("batch_norm_1d", lambda: nn.BatchNorm1d(6), (4, 6))
-norm("instance_norm", lambda: nn.InstanceNorm1d(3, track_running_stats=True), (4, 3, 2))
-norm("ema", Ema, (4, 6))
-norm("old_spectral_norm", lambda: nn.utils.spectral_norm(nn.Linear(6, 6)), (4, 6))
-norm("fake_quantize", quantizer, (4, 6))
 
 
 class Programs:
@@ -192,10 +128,7 @@ def test_statistics_that_are_read_before_their_update_are_as_they_were(door, rea
         assert torch.equal(got, want)
 
 
-# The old spectral norm leaves its weight, with its graph, in the module, which a rerun calls again.
-test_writes, test_nothing_stays = case.tests(
-    ("old_spectral_norm_many", "old_spectral_norm_evaluated")
-)
+test_writes, test_nothing_stays = case.tests()
 
 
 SPLITS = {
