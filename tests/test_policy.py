@@ -1,7 +1,5 @@
 """What to keep: policies as values, tags, `keep`, and regions inside regions."""
 
-import collections
-import dataclasses
 import itertools
 import pickle
 import types
@@ -10,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from oracle import bits, count, leaf, replay, rerun, same_bits, scope
+from test_arguments import STRUCTURES
 from torch.utils.checkpoint import CheckpointPolicy
 
 import checkpointing
@@ -292,20 +291,7 @@ def test_a_view_made_and_written_without_grad_is_kept():
         assert all(gradient(run) == gradient(forward) for _ in range(3))
 
 
-@dataclasses.dataclass
-class Pair:
-    a: object
-    b: object
-
-
-Named = collections.namedtuple("Named", "a b")
-
-STRUCTURES = {  # of a tensor, and where it is in there
-    "list": (lambda t: [t, 3], lambda s: s[0]),
-    "nested": (lambda t: {"a": [None, {"b": (t, "text")}]}, lambda s: s["a"][1]["b"][0]),
-    "named tuple": (lambda t: Named(t, 1), lambda s: s.a),
-    "dataclass": (lambda t: Pair(None, [t]), lambda s: s.b[0]),
-}
+STRUCTURES = {name: STRUCTURES[name] for name in ("nested", "OrderedDict", "Named", "Plain")}
 STRUCTURE = pytest.mark.parametrize(("wrap", "unwrap"), STRUCTURES.values(), ids=STRUCTURES)
 OTHERS = [lambda t: t, lambda t: types.SimpleNamespace(t=t), lambda t: "text"]
 
