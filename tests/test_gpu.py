@@ -14,12 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from checkpointing import CheckpointError, auto, checkpoint_scope, forecast, offload
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-pytestmark = [
-    pytest.mark.gpu,
-    CUDA,
-    NO_ROOM,
-    pytest.mark.filterwarnings("ignore:.*determinis"),
-]
+pytestmark = [pytest.mark.gpu, CUDA, NO_ROOM, pytest.mark.filterwarnings("ignore:.*determinis")]
 
 
 @pytest.fixture(autouse=True)
@@ -181,20 +176,16 @@ def test_gradients_in_a_function(door):
 # ---- training
 
 
-def model_and_batches():
+@functools.cache
+def trained(region, dtype):
+    """Weights, losses and random streams after four steps: autocast, scaled losses, gradients that
+    are clipped, and a fused optimizer."""
     torch.manual_seed(4)
     layers = [
         nn.TransformerEncoderLayer(256, 4, 1024, 0.1, batch_first=True, norm_first=True)
         for _ in range(6)
     ]
     model = nn.Sequential(nn.Embedding(512, 256), *layers, nn.Linear(256, 512)).cuda()
-    return model, [torch.randint(512, (4, 65), device="cuda") for _ in range(4)]
-
-
-def trained(region, dtype):
-    """Weights, losses and random streams after four steps: autocast, scaled losses, gradients that
-    are clipped, and a fused optimizer."""
-    model, batches = model_and_batches()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
     losses = []
@@ -204,7 +195,7 @@ def trained(region, dtype):
             logits = model(tokens[:, :-1])
             return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    for tokens in batches:
+    for tokens in [torch.randint(512, (4, 65), device="cuda") for _ in range(4)]:
         loss = region(loss_of)(tokens)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -216,28 +207,15 @@ def trained(region, dtype):
     return bits([losses, [*model.parameters()]]), streams()
 
 
-@functools.cache
-def trained_plainly(dtype):
-    return trained(plain, dtype)
-
-
-DOORS = {
-    "rerun": rerun,
-    "replay": replay,
-    "scope": scope,
-    "auto": functools.partial(scope, policy=auto()),
-    "budget": functools.partial(scope, policy=auto(budget="4 MiB")),
-    "least": functools.partial(scope, policy=PLANNED),
-    "offload": functools.partial(scope, policy=offload(auto())),
-    "scope in rerun": lambda fn: rerun(scope(fn)),
-    "rerun in scope": lambda fn: scope(rerun(fn)),
-}
+POLICIES = auto(), auto(budget="4 MiB"), PLANNED, offload(auto())
+DOORS = {str(policy): functools.partial(scope, policy=policy) for policy in POLICIES}
+DOORS |= oracle.DOORS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", DOORS)
 def test_training_leaves_the_same_bits(name, dtype):
-    assert trained(DOORS[name], dtype) == trained_plainly(dtype)
+    assert trained(DOORS[name], dtype) == trained(plain, dtype)
 
 
 def peak_of(step):
@@ -252,8 +230,7 @@ def peak_of(step):
 def linear_stack():
     """Twelve products and tanh, (16384, 512) each, with gradients there before."""
     layers = nn.ModuleList(nn.Linear(512, 512, device="cuda") for _ in range(12))
-    for parameter in layers.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    oracle.with_gradients(layers.parameters())
     x = torch.randn(16384, 512, device="cuda")
     return lambda: functools.reduce(lambda x, layer: layer(x).tanh(), layers, x).square().mean()
 
