@@ -149,6 +149,10 @@ def integers(*shape: int) -> Tensor:
     return numbers.view(shape or (4,)).requires_grad_()
 
 
+def data(*shape: int) -> Tensor:
+    return integers(*shape or (3,)).detach() + 3
+
+
 def through(layers: Any, x: Tensor) -> Tensor:
     for layer in layers:
         x = layer(x)
@@ -213,6 +217,10 @@ def bits(value: Any) -> Any:
     data = data.as_strided(data.shape, (1,))  # one number may have any stride
     numbers = data.view(torch.uint8).cpu().numpy().tobytes() if data.numel() else b""
     return (*head, tensor.stride(), numbers)
+
+
+def same(have: Any, want: Any) -> None:
+    assert [bits(t) for t in have] == [bits(t) for t in want]
 
 
 # ---- what can be seen of a program

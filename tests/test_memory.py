@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import apply, bits, leaf, memory_of
+from oracle import apply, bits, leaf, memory_of, with_gradients
 from test_auto import scoped
 from torch import nn
 
@@ -196,8 +196,7 @@ def bytes_of(run, depth=DEPTH):
     torch.manual_seed(0)
     blocks = nn.ModuleList(Block() for _ in range(depth))
     x = torch.rand(ROWS, WIDTH).requires_grad_()
-    for parameter in (x, *blocks.parameters()):
-        parameter.grad = torch.zeros_like(parameter)  # gradients are no part of it
+    with_gradients([x, *blocks.parameters()])
     return memory_of(lambda: run(blocks, x).sum())
 
 

@@ -8,20 +8,12 @@ import weakref
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import RERUNS, WAYS, Programs, bits, integers as leaf, rerun, same_bits
+from oracle import RERUNS, WAYS, Programs, data, integers as leaf, rerun, same, same_bits
 from torch import nn
 
 from checkpointing import ChangedError, MismatchError, checkpointed, is_recomputing
 
 program = Programs()
-
-
-def data(*shape):
-    return leaf(*shape or (3,)).detach() + 3
-
-
-def same(have, want):
-    assert [bits(t) for t in have] == [bits(t) for t in want]
 
 
 @pytest.mark.parametrize("left_there", [False, True])

@@ -160,24 +160,19 @@ def saved_before_opaque(x, before):
     return (y * n).sin().sum()
 
 
-class Gives(torch.autograd.Function):
-    """Its gradient is the very tensor that it has saved."""
-
-    @staticmethod
-    def forward(ctx, h):
-        ctx.save_for_backward(h)
-        return h.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.saved_tensors[0]
+def gives_what_it_has_saved(h):
+    """A sum whose gradient is the very tensor that it has saved."""
+    forward = staticmethod(lambda ctx, h: ctx.save_for_backward(h) or h.sum())
+    backward = staticmethod(lambda ctx, grad: ctx.saved_tensors[0])
+    functions = {"forward": forward, "backward": backward}
+    return type("Gives", (torch.autograd.Function,), functions).apply(h)
 
 
 def brought_back_by_a_backward_inside(x, before, create_graph):
     """On its own memory it is what it was, when the memory that it had first is written."""
     h = x.sin()
     again = h.detach().requires_grad_()
-    (g,) = torch.autograd.grad(Gives.apply(again), again, create_graph=create_graph)
+    (g,) = torch.autograd.grad(gives_what_it_has_saved(again), again, create_graph=create_graph)
     g = before(g.detach())
     h.mul_(3)
     return (x * g * (h + 1)).sum()
