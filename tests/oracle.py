@@ -19,6 +19,7 @@ import ctypes
 import dataclasses
 import functools
 import gc
+import itertools
 import os
 import sys
 import threading
@@ -497,6 +498,17 @@ def noisy(x: Tensor) -> Tensor:
 
 
 noisy.register_autograd(lambda ctx, g: g)
+SEED = [itertools.count()]  # of the next call's noise; steps that begin alike put another one here
+
+
+@torch.library.custom_op("oracle::shaken", mutates_args=())
+def shaken(x: Tensor) -> Tensor:
+    """Its argument, with other noise at each call, as kernels that add atomically make it."""
+    noise = torch.Generator().manual_seed(next(SEED[0]))
+    return x * (1 + 0.003 * torch.randn(x.shape, generator=noise))
+
+
+shaken.register_autograd(lambda ctx, g: g)
 
 
 class Hooks(torch.autograd.graph.saved_tensors_hooks):

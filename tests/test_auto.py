@@ -5,11 +5,10 @@ import gc
 import itertools
 import math
 import re
-import sys
 import warnings
-from pathlib import Path
 
 import oracle
+import programs
 import pytest
 import torch
 from beside import Code
@@ -27,9 +26,6 @@ from checkpointing import (
     save_tagged,
     tag,
 )
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-import programs
 
 # Memory is measured after collections, which are quick then.
 pytestmark = pytest.mark.usefixtures("frozen")
@@ -301,14 +297,13 @@ for options in ({}, {"budget": 300_000}):
     loss.backward()
     print(scope.stats)
 """
-elsewhere = Code(CUTS)
 
 
 def test_the_same_cuts_in_another_process(capsys):
     """On every rank: nothing depends on addresses or hashes."""
     clear_programs()
     exec(CUTS, {})
-    assert capsys.readouterr().out == elsewhere.output != ""
+    assert capsys.readouterr().out == Code(CUTS).output != ""
 
 
 def gradients(build, wrap):
@@ -361,6 +356,24 @@ def in_place():
     return run, [x], []
 
 
+def sums():
+    """Into memory that is exchanged now and then, all of it and one number: what an earlier replay
+    has delivered or stored is not overwritten by a later one."""
+    x = torch.randn(64, 8, dtype=torch.float64, requires_grad=True)
+
+    def run():
+        h, s = x, torch.zeros_like(x)
+        for i in range(16):
+            h = (h * 1.01).sin()
+            s = s.clone() if i % 6 == 0 else s
+            s.add_(h.detach())
+            s[3, 3].add_(1)
+            h = h * (s * 0.1).cos()
+        return h.sum()
+
+    return run, [x], []
+
+
 def inner_regions():
     """A checkpointed function and a scope in each layer, with a kept value in either."""
     function = checkpointed(lambda y: torch.dropout(keep(y).tanh(), 0.3, True))
@@ -383,6 +396,7 @@ NESTINGS = {
 }
 SCHEDULES = [(net, "scope", budget) for budget in (None, 9000, 20_000)]
 SCHEDULES += [(in_place, "scope", budget) for budget in (None, 2100, 1)]
+SCHEDULES += [(sums, "scope", budget) for budget in (None, 3000, 25_000)]
 SCHEDULES += [(build, door, 2100) for build in (net, inner_regions) for door in NESTINGS]
 
 

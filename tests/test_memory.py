@@ -130,30 +130,6 @@ def test_partial_backwards_in_any_order(order, budget):
     assert found(scoped(run, budget=budget)) == found(run)
 
 
-def sums(x):
-    """Into memory that is exchanged now and then, all of it and one number."""
-    h, s = x, torch.zeros_like(x)
-    for i in range(16):
-        h = (h * 1.01).sin()
-        s = s.clone() if i % 6 == 0 else s
-        s.add_(h.detach())
-        s[3, 3].add_(1)
-        h = h * (s * 0.1).cos()
-    return h
-
-
-@pytest.mark.parametrize("budget", [None, 3000, 25000])
-@pytest.mark.filterwarnings("ignore:.*A budget of")
-def test_writes_in_place_between_cuts_and_levels(budget):
-    """What an earlier replay has delivered or stored is not overwritten by a later one."""
-    x = torch.randn(64, 8, dtype=torch.float64, requires_grad=True)
-    (want,) = torch.autograd.grad(sums(x).sum(), x)
-    with checkpoint_scope(policy=auto(budget=budget)):
-        y = sums(x).sum()
-    for retain in (True, False):
-        assert bits(torch.autograd.grad(y, x, retain_graph=retain)[0]) == bits(want)
-
-
 DEPTH, WIDTH, ROWS = 12, 32, 64
 ACTIVATION = ROWS * WIDTH * 4  # bytes
 

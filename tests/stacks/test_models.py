@@ -5,8 +5,7 @@ import itertools
 
 import pytest
 import torch
-from noise import SEED, shaken
-from oracle import NO_ROOM, bits
+from oracle import NO_ROOM, SEED, bits, shaken
 
 from checkpointing import auto, checkpoint_modules, checkpoint_scope, offload
 
