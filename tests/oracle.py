@@ -7,6 +7,7 @@ checkpointed function. What a word must equal is the word with nothing but its `
     c  checkpointed (rerun)        s  a `with checkpoint_scope()` around the call
     r  checkpointed (replay)       g  the gradients with respect to the arguments
     a  a scope with `auto()`;  b  on a small budget;  p  for as small a peak as possible
+    l  the legacy backend, which knows no `early_stop`
 
 A `Table` holds programs, `program(region, *tensors, *modules)`: they call `region(function, *args)`
 where a region may stand. Each is run plain and through every door, and compared in all that can be
@@ -60,6 +61,10 @@ def replay(fn: Function, early_stop: bool = True, **options: Any) -> Function:
     return checkpointed(fn, backend="replay", early_stop=early_stop, **options)
 
 
+def legacy(fn: Function, early_stop: bool = True, **options: Any) -> Function:
+    return checkpointed(fn, backend="reentrant", **options)
+
+
 def scope(fn: Function, early_stop: bool = True, **options: Any) -> Function:
     def scoped(*args: Any, **kwargs: Any) -> Any:
         with checkpoint_scope(early_stop=early_stop, **options):
@@ -83,6 +88,8 @@ def gradients(fn: Function, early_stop: bool = True) -> Function:
 PLANNED = auto(peak=1)
 NO_ROOM = pytest.mark.filterwarnings("ignore:.*(A budget of|The least peak possible is)")
 planned = functools.partial(scope, policy=PLANNED)
+# Given once in a process: by whichever test comes first.
+DEPRECATED = pytest.mark.filterwarnings("ignore:backend='reentrant' is deprecated:FutureWarning")
 
 # Doors that take the options of a region.
 DOORS: dict[str, Callable[..., Function]] = {
@@ -105,6 +112,7 @@ LETTERS: dict[str, Callable[..., Function]] = {
     "b": functools.partial(scope, policy=auto(budget=100)),
     "c": rerun,
     "g": gradients,
+    "l": legacy,
     "p": planned,
     "r": replay,
     "s": scope,

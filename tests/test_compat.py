@@ -13,20 +13,20 @@ import pickle
 import re
 import warnings
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as theirs
 from beside import Code
-from oracle import Counting, Hooks, at_once, bits, in_hooks, leaf, words
+from oracle import Counting, Hooks, at_once, bits, in_hooks, leaf, legacy, words
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import checkpointing.torch_compat as ours
-from checkpointing import CheckpointError, checkpointed, disabled, forward_only, is_recomputing
+from checkpointing import CheckpointError, checkpointed, disabled
 
-# Given once in a process: by whichever test comes first.
-pytestmark = pytest.mark.filterwarnings("ignore:backend='reentrant' is deprecated:FutureWarning")
+pytestmark = oracle.DEPRECATED
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 MM = torch.ops.aten.mm.default
 OWN = words("""
@@ -652,10 +652,6 @@ def test_regions_of_torch_and_ours_nest(outer, inner, policies):
 # ---- the legacy backend through our own door
 
 
-def legacy(fn, **options):
-    return checkpointed(fn, backend="reentrant", **options)
-
-
 def dropped(x):
     return F.dropout(x.sin(), 0.5).exp()
 
@@ -701,21 +697,6 @@ def test_ways_to_switch_it_off(how):
     with {"disabled": disabled, "no_grad": torch.no_grad}.get(how, torch.enable_grad)():
         y = fn(leaf(), k=2)
     assert (y.grad_fn is None) is (how == "no_grad")
-
-
-def test_an_error_in_the_recompute_leaves_nothing_behind():
-    def fn(x):
-        y = F.dropout(x, 0.5)
-        if is_recomputing():
-            raise KeyError("second run")
-        return y.sin()
-
-    y = legacy(fn)(leaf())
-    before = torch.get_rng_state()
-    with pytest.raises(KeyError):
-        y.sum().backward()
-    assert torch.equal(torch.get_rng_state(), before) and not is_recomputing()
-    assert forward_only(lambda: 1)() == 1  # which a region would be asked about
 
 
 def test_keywords_are_refused():
