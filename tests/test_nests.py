@@ -687,6 +687,83 @@ def test_nests_that_share_their_sites() -> None:
     assert not wrong, f"{len(wrong)} runs are wrong, such as\n" + "\n".join(wrong[:3])
 
 
+FOUND = {
+    "what follows a backward inside is recorded where it runs": """
+    x = a.sin()
+    with scope():
+        with scope():
+            u = x.exp()
+            own_backward(x)
+        with opaque():  # which asks for copies
+            a.sin()
+        def inner():
+            with scope():
+                once_new(a)
+                return x.tanh()
+        y = rerun(inner)()
+    see(grad([y, u], [a]))""",
+    "what a backward inside brings back by itself stays what it is": """
+    v, was = a.sin(), c.clone()
+    def inner(p):
+        with torch.enable_grad():
+            assert torch.equal(c, was)
+            own_backward(c)
+            grad([v * v], [v], create_graph=True)
+        with opaque():
+            return a.sin()
+    inner = rerun(inner)
+    def outer(p):
+        for _ in range(2):
+            with scope():
+                y = inner(a)
+        return y * 1
+    see(grad([rerun(outer)(a)], [a]))""",
+    "what one plan keeps may be an input of the next one, after a backward inside": """
+    for is_other in (False, True, False, False):
+        with scope(policy=auto(peak=1)):
+            if is_other:
+                y = lin(a)
+                lin(a + 1)
+                y = a + y
+            else:
+                x = a * (a @ b)
+                y = x.cos()
+                z = a * y
+                t = z.detach().requires_grad_()
+                (g,) = grad([t * a], [t], create_graph=True)
+                y = a + sum([y * z + a, g * x]).tanh()
+        see(grad([y.square()], [a]))""",
+    "what a scope in a rerun has read is what it was when the scope writes it, seen or unseen": """
+    for around in (torch.enable_grad, opaque):
+        def f(p):
+            h = p.detach() * 2
+            with scope():
+                y = (h + 1).sin() * p
+                with around():
+                    h.mul_(3)
+            return (y * h).sin()
+        see(grad([rerun(f)(a * 1)], [a]))""",
+    "a view made and written without grad, of which torch does not tell the `grad_fn`, is kept": """
+    for policy in (save_ops(aten.copy_.default), save_ops(aten.copy_.default) | auto()):
+        for _ in range(3):
+            with scope(policy):
+                y = a * 1
+                with torch.no_grad():
+                    y[1:].copy_(torch.zeros(3, 4))
+                    for row in y.unbind(0):
+                        row.copy_(torch.ones(4))
+                    torch.add(torch.ones(4, 4), 1, out=y)
+                y = y.view_as(y).square()
+            see(grad([y], [a], create_graph=True))""",
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_programs_that_have_once_been_wrong(name: str) -> None:
+    head = "N = 4\ndef program(a, b, c, w, bn, lin, drop):"
+    assert judge(head + FOUND[name], OPEN) == "right"
+
+
 def test_the_generator_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `keep` that hands over something else is noticed."""
     other = lambda x: [t * 1.5 for t in x] if isinstance(x, tuple) else x * 1.5

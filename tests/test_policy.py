@@ -274,23 +274,6 @@ def test_a_plan_makes_room_for_gradients_that_do_not_exist_yet():
     assert peaks[0] - peaks[1] == w.nbytes
 
 
-def test_a_view_made_and_written_without_grad_is_kept():
-    """Torch does not tell its `grad_fn`."""
-
-    def forward(weight):
-        y = weight * 1
-        with torch.no_grad():
-            y[1:].copy_(torch.zeros(2, 3))
-            for row in y.unbind(0):
-                row.copy_(torch.ones(3))
-            torch.add(torch.ones(3, 3), 1, out=y)
-        return y.view_as(y).square()
-
-    for policy in (save_ops(aten.copy_.default), save_ops(aten.copy_.default) | auto()):
-        run = scope(forward, policy=policy)
-        assert all(gradient(run) == gradient(forward) for _ in range(3))
-
-
 STRUCTURES = {name: STRUCTURES[name] for name in ("nested", "OrderedDict", "Named", "Plain")}
 STRUCTURE = pytest.mark.parametrize(("wrap", "unwrap"), STRUCTURES.values(), ids=STRUCTURES)
 OTHERS = [lambda t: t, lambda t: types.SimpleNamespace(t=t), lambda t: "text"]
