@@ -9,6 +9,7 @@ writes in place may be refused; how many of the fixed set are is known.
 
 import contextlib
 import gc
+import itertools
 import os
 import random
 import re
@@ -26,6 +27,7 @@ from oracle import Double, Pair, PassThrough, SavesItsOutput, bits, noisy, state
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import checkpointing
 from checkpointing import auto, keep, offload, opaque, save_ops, save_tagged, tag, torch_compat
@@ -474,10 +476,12 @@ NAMES = {
     "noisy": noisy,
     "bump": bump,
     "torch": torch,
+    "itertools": itertools,
     "F": F,
     "aten": torch.ops.aten,
 }
 OF_TORCH = {
+    "theirs": lambda f: partial(checkpoint, f, use_reentrant=False),
     "save_on_cpu": save_on_cpu,
     "cloning": lambda: saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
     "identical": lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
@@ -495,7 +499,7 @@ SHUT = {
         ("scope", "opaque", "save_on_cpu", "cloning", "identical"),
         lambda *_, **__: contextlib.nullcontext(),
     ),
-    **dict.fromkeys(("rerun", "replay", "compat"), called),
+    **dict.fromkeys(("rerun", "replay", "compat", "theirs"), called),
     **dict.fromkeys(("keep", "tag"), same),
     **ONCE,
 }
@@ -755,6 +759,45 @@ FOUND = {
                     torch.add(torch.ones(4, 4), 1, out=y)
                 y = y.view_as(y).square()
             see(grad([y], [a], create_graph=True))""",
+    "checks that change at one site: what one run compares another may not have noted": """
+    for check in ("metadata", "values", "none", "metadata", "values"):
+        with scope(determinism_check=check):
+            y = bn(a.sin()).exp()
+        see(grad([y], [a]))""",
+    "what `opaque` in a scope in torch's own checkpoint copies goes through torch's hooks": """
+    def f(x):
+        x = x * 2
+        for _ in range(2):
+            with scope():
+                y = x.sin().exp()
+                with opaque():
+                    z = y.cos()
+        return y + z
+    see(grad([theirs(f)(a)], [a]))""",
+    "what is saved in `opaque` and written after it, or in a block inside": """
+    for policy, is_inside in itertools.product((None, auto(peak=1)), (False, True)):
+        def f(a):
+            with opaque():
+                h = a * 2
+                y = rerun(lambda h: (h + 1).exp())(h)
+                if is_inside:
+                    with opaque():
+                        h.mul_(3)
+            return y * h.mul_(3)
+        with scope(policy):
+            y = f(a)
+        see([grad([y], [a]), grad([replay(f)(a)], [a])])""",
+    "results leave a chain at several places, and are asked for in any order, some twice": """
+    orders = (0, 1, 2, 3), (2, 0, 3, 1), (1, 1, 3, 3)
+    for budget, order in itertools.product((128, 512), orders):
+        with scope(policy=auto(budget=budget)):
+            y, outs = a * 1, []
+            for i in range(60):
+                y = torch.dropout(y.tanh(), 0.05, True).sin()
+                if i % 15 == 14:
+                    outs.append(y.exp().sum())
+        see([grad([outs[i]], [a]) for i in order])
+        see(grad(outs, [a]))""",
 }
 
 

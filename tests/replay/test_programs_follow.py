@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 from changing import CASES, check
-from oracle import NO_ROOM, at_once, bits, planned, python_calls, replay, scope, words
+from oracle import NO_ROOM, apply, at_once, bits, planned, python_calls, replay, scope, words
 
-from checkpointing import auto, checkpointed, clear_programs
+from checkpointing import clear_programs
 
 pytestmark = NO_ROOM
 STEPS = (0, 0, 1, 0, 2, 3, 1, 3, 4, 4, 0, 5, 2)
@@ -100,12 +100,7 @@ def test_a_run_that_is_over_may_live_while_others_change_the_program(door):
     assert min(calls[:2]) > 1.5 * max(calls[2:]), calls
 
 
-DOORS = {
-    "scope": scope,
-    "planned": planned,
-    "replay": replay,
-    "budget": lambda fn: checkpointed(fn, backend="replay", policy=auto(budget=64)),
-}
+DOOR = pytest.mark.parametrize("door", [*"sprb"])
 VIEWS = {
     "indexed": lambda m: [m[i] for i in range(len(m))],
     "unbind": lambda m: [*m.unbind()],
@@ -126,7 +121,7 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
+@DOOR
 @pytest.mark.parametrize("rows", [2, 3])
 @pytest.mark.parametrize("views", VIEWS)
 def test_views_that_are_made_first_and_written_through_views_of_them(views, rows, door):
@@ -141,14 +136,14 @@ def test_views_that_are_made_first_and_written_through_views_of_them(views, rows
                 (first if i % 2 else second)(part, 1 + i % 2)
             return (w * out).sin() * out
 
-        w, region = torch.arange(3.0 * rows).reshape(rows, 3).requires_grad_(), DOORS[door](fill)
+        w, region = torch.arange(3.0 * rows).reshape(rows, 3).requires_grad_(), apply(door, fill)
         (want,) = torch.autograd.grad(fill(w).sum(), w)
         for _ in range(2):
             assert torch.equal(torch.autograd.grad(region(w).sum(), w)[0], want), (write, other)
     clear_programs()
 
 
-@pytest.mark.parametrize("door", DOORS)
+@DOOR
 @pytest.mark.parametrize("offsets", [(4, 4, 2, 2), (0, 4), (6, 0, 6)])
 def test_a_view_that_moves_over_its_memory(offsets, door):
     """Where it lies is that of each run: programs are shared by all of them."""
@@ -168,7 +163,7 @@ def test_a_view_that_moves_over_its_memory(offsets, door):
         return (w * p.as_strided((8,), (1,), 0)).sin()
 
     for function in (moves, past):
-        region = DOORS[door](function)
+        region = apply(door, function)
         for offset in offsets:
             want = torch.autograd.grad(function(w, offset).sum(), w)
             assert torch.equal(torch.autograd.grad(region(w, offset).sum(), w)[0], want[0])
