@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as theirs
-from beside import Code
 from oracle import Counting, Hooks, at_once, bits, in_hooks, leaf, legacy, words
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -743,33 +742,6 @@ def test_nothing_that_requires_grad_at_all_is_a_warning():
         y = legacy(lambda x: x.sin())(torch.ones(3))
     assert not y.requires_grad
     assert caught[0].filename == __file__
-
-
-DEPRECATED = """
-import warnings
-import torch
-from checkpointing import checkpointed
-from checkpointing.torch_compat import checkpoint, checkpoint_sequential
-
-x = torch.ones(3, requires_grad=True)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
-    checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=True).sum().backward()
-    checkpointed(torch.sin)(x)
-    print(len(caught))
-    for _ in range(3):
-        checkpointed(torch.sin, backend="reentrant")(x)  # line 15
-(warning,) = caught
-print(warning.category.__name__, warning.filename, warning.lineno, str(warning.message))
-"""
-
-
-def test_it_is_deprecated_once_per_process_and_not_through_the_drop_in():
-    """A `FutureWarning` at the first line that chooses it."""
-    before, said = Code(DEPRECATED).output.splitlines()
-    assert before == "0"
-    assert said.startswith("FutureWarning <string> 15 ") and "backend='rerun'" in said
 
 
 def test_ddp_with_the_reentrant_backend(group):

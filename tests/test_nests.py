@@ -759,6 +759,17 @@ FOUND = {
                     torch.add(torch.ones(4, 4), 1, out=y)
                 y = y.view_as(y).square()
             see(grad([y], [a], create_graph=True))""",
+    "results that a block returns are kept only where autograd has them: they may be written": """
+    for _ in range(3):
+        y, results = torch.linspace(-4, 4, 2048 * N).view(-1, N), []
+        with scope(policy=auto()):
+            for _ in range(6):
+                results.append(y @ b + 1.0)
+                y = torch.relu(results[-1] * 0.5)
+        with torch.no_grad():
+            for state in results:
+                state.mul_(2)
+        see(grad([y], [b]))""",
     "checks that change at one site: what one run compares another may not have noted": """
     for check in ("metadata", "values", "none", "metadata", "values"):
         with scope(determinism_check=check):
