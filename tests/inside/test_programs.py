@@ -55,10 +55,8 @@ class Programs:
 
     def pyramid():
         """Early layers have many activations, late ones many parameters."""
-        stack, x = (
-            nn.ModuleList(nn.Linear(n, n) for n in (32, 64, 128, 256, 512)),
-            torch.randn(1024, 32),
-        )
+        stack = nn.ModuleList(nn.Linear(n, n) for n in (32, 64, 128, 256, 512))
+        x = torch.randn(1024, 32)
 
         def run():
             y = x
