@@ -14,6 +14,7 @@ import itertools
 import os
 import random
 import re
+import textwrap
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -41,6 +42,12 @@ def bump(x: Tensor) -> Tensor:
     """Writes its argument and makes another tensor."""
     x.mul_(0.5)
     return x + 1
+
+
+_library = torch.library.Library("checkpointing_nests", "FRAGMENT")
+_library.define("by_grad_mode(Tensor x) -> Tensor")
+_by_mode = lambda x: x * (2 + torch.is_grad_enabled())
+_library.impl("by_grad_mode", _by_mode, "CompositeExplicitAutograd")
 
 
 def strided(x: Tensor) -> Tensor:
@@ -478,6 +485,8 @@ NAMES = {
     "bump": bump,
     "torch": torch,
     "itertools": itertools,
+    "clear_programs": checkpointing.clear_programs,
+    "plans": [None, auto(), oracle.PLANNED, offload(oracle.PLANNED, min_bytes=0, inputs=True)],
     "F": F,
     "aten": torch.ops.aten,
 }
@@ -836,6 +845,79 @@ FOUND = {
 def test_programs_that_have_once_been_wrong(name: str) -> None:
     head = "N = 4\ndef program(a, b, c, w, bn, lin, drop):"
     assert judge(head + FOUND[name], OPEN) == "right"
+
+
+SITES = {  # kinds of runs that go through one site, and what each does
+    "one tensor twice or two, of which none needs a gradient": """
+    "one", "two", "one that is known"
+    m, n = torch.rand(4), torch.rand(4)
+    z = {"one": m * m, "two": m * n, "one that is known": (x * 2) * m}[kind]
+    y = (w * z).sin() * z""",
+    "views of which a region inside meets two in its first write, and writes the third itself": """
+    None
+    def inner(first, whole, last, w):
+        last.add_(1)
+        first.mul_(2)
+        return ((whole + 1) * w).sin()
+    m = w.detach() * 1.5
+    y = rerun(inner)(m[:2], m, m[3:], w * 1) * m""",
+    **{
+        f"numbers by their bits: {kinds}": f"""
+    {kinds}
+    y = w * torch.ones(4).copysign(torch.full((4,), kind)).sin()"""
+        for kinds in ("0.0, -0.0", "float('nan'), -float('nan')", "1, 1.0, -1.0")
+    },
+    "memory that two tensors share or not: then a write to one is none to the other": """
+    "apart", "shared"
+    m, n = x[:3], x[1:] if kind == "shared" else x[1:].clone()
+    y = w[1:] * (m * n)
+    m.mul_(3)
+    y = y * (n * 1)""",
+    "kernels that look at the grad mode, as attention does": """
+    True, False
+    with torch.set_grad_enabled(kind):
+        h = torch.ops.checkpointing_nests.by_grad_mode(x * 2)
+    y = w * h""",
+    "an operator that fails, and meets first what it was given second": """
+    None
+    m, other = x.view(2, 2), torch.ones(3, 3)
+    try:
+        torch.mm(m, other)
+    except RuntimeError:
+        pass
+    y = other.sum() + w.view(2, 2) * (m * 1)
+    x.mul_(3)
+    y = (y * (m * 1)).sin()""",
+    "a foreach operator that fails at the second tensor and has written the first one": """
+    None
+    m = (w * 1.0).detach()
+    try:
+        with torch.no_grad():
+            torch._foreach_mul_([m, torch.zeros(3).expand(2, 3)], 3.0)
+    except RuntimeError:
+        pass
+    y = (w * m).sin() * m""",
+    "a kept value of which a copy is kept, with another offset": """
+    None
+    h = keep(torch.cat([w, w])[2:8]).as_strided((2,), (1,), 3)
+    y = (h * h).sin() * h""",
+}
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_each_run_through_one_site_is_right(name: str) -> None:
+    """Recorded or followed, whatever has gone through it before."""
+    kinds, _, body = SITES[name].strip().partition("\n")
+    source = f"""N = 4
+def program(a, b, c, w, bn, lin, drop):
+    for policy, order in itertools.product(plans, itertools.permutations([{kinds}])):
+        clear_programs()
+        for kind in order * 2:
+            w, x = torch.rand(4, requires_grad=True), torch.rand(4)
+            with scope(policy):
+{textwrap.indent(body, " " * 12)}
+            see(grad([y], [w]))"""
+    assert judge(source, OPEN) == "right"
 
 
 def test_the_generator_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, Table, bits, leaves, noisy, python_calls
 from torch import nn
 
-from checkpointing import ChangedError, auto, checkpoint_scope, keep, opaque
+from checkpointing import ChangedError, auto, checkpoint_scope, checkpointed, keep, opaque
 
 case = Table(leaves())
 pytestmark = NO_ROOM
@@ -322,3 +322,13 @@ def test_what_an_optimizer_writes_after_a_backward_inside_is_noticed(door, forea
         assert torch.equal(x.grad, (x + torch.tensor([1.0, 2.0])).cos())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         before.backward()
+
+
+def test_a_foreach_write_in_a_scope_counts_for_the_rerun_around_it():
+    """In a dispatch mode, torch itself does not count these up."""
+    halve = partial(REGIONS["scope"], torch._foreach_mul_)
+    x, c = torch.ones(3, requires_grad=True), torch.ones(3)
+    y = checkpointed(lambda x, c: (halve([c], 0.5), x.logsumexp(0))[1])(x, c)
+    with pytest.raises(ChangedError):
+        y.backward()
+    assert c.tolist() == [0.5] * 3
