@@ -67,6 +67,25 @@ def hooked(x: Tensor) -> Tensor:
     return y
 
 
+def gives_what_it_has_saved(h: Tensor) -> Tensor:
+    """A sum whose gradient is the very tensor that it has saved."""
+    forward = staticmethod(lambda ctx, h: ctx.save_for_backward(h) or h.sum())
+    backward = staticmethod(lambda ctx, grad: ctx.saved_tensors[0])
+    functions = {"forward": forward, "backward": backward}
+    return type("Gives", (torch.autograd.Function,), functions).apply(h)
+
+
+SPLITS = [
+    lambda h: h.chunk(2),
+    lambda h: h.unsafe_chunk(2),
+    lambda h: [part.view(2, 3)[1] for part in h.chunk(2)],
+    lambda h: h[:6].expand(2, 6).unbind(),  # one row twice
+    lambda h: h.unfold(0, 8, 4).unbind(),
+    lambda h: [h.unfold(0, 6, 3)[:2], h.unfold(0, 6, 3)[2:3]],
+    lambda h: [h.chunk(2)[0].as_strided((8,), (1,), 0), h.chunk(2)[1]],  # beyond the end
+]
+
+
 # ---- the grammar: most tensors are N x N, so that most lines fit most names
 
 
@@ -486,6 +505,9 @@ NAMES = {
     "torch": torch,
     "itertools": itertools,
     "clear_programs": checkpointing.clear_programs,
+    "gives": gives_what_it_has_saved,
+    "splits": SPLITS,
+    "budgets": [None, auto(), oracle.PLANNED, auto(budget=100), auto(budget=10**6)],
     "plans": [None, auto(), oracle.PLANNED, offload(oracle.PLANNED, min_bytes=0, inputs=True)],
     "F": F,
     "aten": torch.ops.aten,
@@ -497,6 +519,7 @@ OF_TORCH = {
     "identical": lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
 }
 OURS = {
+    "in_plain_code_a_copy": lambda t: t,
     "scope": checkpointing.checkpoint_scope,
     "rerun": checkpointing.checkpointed,
     "replay": lambda f, **options: checkpointing.checkpointed(f, backend="replay", **options),
@@ -505,6 +528,7 @@ OURS = {
     **{name: checkpointing.forward_only(f) for name, f in ONCE.items()},
 }
 SHUT = {
+    "in_plain_code_a_copy": torch.clone,
     **dict.fromkeys(
         ("scope", "opaque", "save_on_cpu", "cloning", "identical"),
         lambda *_, **__: contextlib.nullcontext(),
@@ -788,6 +812,37 @@ FOUND = {
             with opaque():
                 y = f(a)
         see(grad([y], [a]))""",
+    "saved before `opaque` writes it, also where a policy holds on to it while there is room": """
+    for policy, _ in itertools.product(budgets, (1, 2)):
+        x, n = torch.rand(12, requires_grad=True), torch.full((12,), 2.0)
+        with scope(policy):
+            y = x * in_plain_code_a_copy(n)
+            with opaque():
+                n.mul_(3)
+            y = (y * n).sin()
+        see(grad([y], [x]))""",
+    "brought back by a backward inside on its own memory, when what it had first is written": """
+    for policy, create_graph, _ in itertools.product(budgets, (False, True), (1, 2)):
+        x = torch.rand(12, requires_grad=True)
+        with scope(policy):
+            h = x.sin()
+            again = h.detach().requires_grad_()
+            (g,) = grad([gives(again)], [again], create_graph=create_graph)
+            g = in_plain_code_a_copy(g.detach())
+            h.mul_(3)
+            y = x * g * (h + 1)
+        see(grad([y], [x]))""",
+    "a part that is delivered before another one is written": """
+    for policy, split, _ in itertools.product(budgets, splits, (1, 2)):
+        x = torch.rand(12, requires_grad=True)
+        with scope(policy):
+            h = x.sin()
+            first, second = split(h)
+            y = in_plain_code_a_copy(first).cos()
+            with torch.no_grad():
+                second.mul_(3)
+            y = y.sum() + (h * x).sum()
+        see(grad([y], [x]))""",
     "results that a block returns are kept only where autograd has them: they may be written": """
     for _ in range(3):
         y, results = torch.linspace(-4, 4, 2048 * N).view(-1, N), []

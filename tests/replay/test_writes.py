@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, Table, bits, leaves, noisy, python_calls
+from oracle import NO_ROOM, REGIONS, REPLAY, Table, bits, leaves, noisy, python_calls
 from torch import nn
 
-from checkpointing import ChangedError, auto, checkpoint_scope, checkpointed, keep, opaque
+from checkpointing import ChangedError, auto, checkpoint_scope, checkpointed, keep
 
 case = Table(leaves())
 pytestmark = NO_ROOM
@@ -129,71 +129,6 @@ def test_statistics_that_are_read_before_their_update_are_as_they_were(door, rea
 
 
 test_writes, test_nothing_stays = case.tests()
-
-
-SPLITS = {
-    "chunk": lambda h: h.chunk(2),
-    "unsafe_chunk": lambda h: h.unsafe_chunk(2),
-    "chunk, then a view of each": lambda h: [part.view(2, 3)[1] for part in h.chunk(2)],
-    "unbind of a tensor that shows one row twice": lambda h: h[:6].expand(2, 6).unbind(),
-    "unfold, then unbind": lambda h: h.unfold(0, 8, 4).unbind(),
-    "unfold, then rows": lambda h: [h.unfold(0, 6, 3)[:2], h.unfold(0, 6, 3)[2:3]],
-    "as_strided beyond the end": lambda h: [h.chunk(2)[0].as_strided((8,), (1,), 0), h.chunk(2)[1]],
-}
-
-
-def a_part_delivered_before_another_one_is_written(x, before, split):
-    h = x.sin()
-    first, second = split(h)
-    y = before(first).cos()
-    with torch.no_grad():
-        second.mul_(3)
-    return y.sum() + (h * x).sum()
-
-
-def saved_before_opaque(x, before):
-    """Also where a policy only holds on to it, as long as there is room."""
-    n = torch.full((12,), 2.0)
-    y = x * before(n)
-    with opaque():
-        n.mul_(3)
-    return (y * n).sin().sum()
-
-
-def gives_what_it_has_saved(h):
-    """A sum whose gradient is the very tensor that it has saved."""
-    forward = staticmethod(lambda ctx, h: ctx.save_for_backward(h) or h.sum())
-    backward = staticmethod(lambda ctx, grad: ctx.saved_tensors[0])
-    functions = {"forward": forward, "backward": backward}
-    return type("Gives", (torch.autograd.Function,), functions).apply(h)
-
-
-def brought_back_by_a_backward_inside(x, before, create_graph):
-    """On its own memory it is what it was, when the memory that it had first is written."""
-    h = x.sin()
-    again = h.detach().requires_grad_()
-    (g,) = torch.autograd.grad(gives_what_it_has_saved(again), again, create_graph=create_graph)
-    g = before(g.detach())
-    h.mul_(3)
-    return (x * g * (h + 1)).sum()
-
-
-HANDED_ON = [
-    saved_before_opaque,
-    *(partial(brought_back_by_a_backward_inside, create_graph=create) for create in (False, True)),
-    *(partial(a_part_delivered_before_another_one_is_written, split=s) for s in SPLITS.values()),
-]
-
-
-@pytest.mark.parametrize("policy", [None, auto(), PLANNED, auto(budget=100), auto(budget=10**6)])
-@pytest.mark.parametrize("function", HANDED_ON)
-def test_what_a_block_hands_on_has_the_gradient_of_plain_code_with_a_copy(function, policy):
-    x = torch.rand(12, requires_grad=True)
-    (want,) = torch.autograd.grad(function(x, torch.clone), x)
-    for _ in range(2):
-        with checkpoint_scope(policy=policy):
-            y = function(x, lambda h: h)
-        assert torch.equal(torch.autograd.grad(y, x)[0], want)
 
 
 def test_a_loop_that_writes_columns_in_turn_takes_no_longer_at_its_end():
