@@ -843,6 +843,30 @@ FOUND = {
                 second.mul_(3)
             y = y.sum() + (h * x).sum()
         see(grad([y], [x]))""",
+    "a state is copied before it is written, in whatever scope, or in a block inside": """
+    writes = [
+        lambda state: state.add_(1),
+        lambda state: torch._foreach_add_([state], 1.0),
+        lambda state: torch._foreach_lerp_([state], [state * 2], 0.5),
+    ]
+    none = torch.enable_grad
+    scopes = (none, scope), (none, lambda: scope(auto())), (save_on_cpu, scope), (scope, scope)
+    for write, two, size, inner in itertools.product(writes, scopes, (16, 4096), (none, scope)):
+        clear_programs()
+        for turns in (2, 4, 3, 5, 2, 6, 4, 7, 3, 5, 6, 2):
+            x, state = torch.linspace(0, 1, size).requires_grad_(), torch.ones(size)
+            with two[0](), two[1]():
+                y = x
+                for turn in range(turns):
+                    for _ in range(4):
+                        y = (y * state.clone()).square().cos()
+                    with inner():
+                        y = y * 0.5
+                        if turn or size == 16:
+                            write(state)
+                    for _ in range(3):
+                        y = y.sin().cos()
+            see([grad([y], [x]), state])""",
     "results that a block returns are kept only where autograd has them: they may be written": """
     for _ in range(3):
         y, results = torch.linspace(-4, 4, 2048 * N).view(-1, N), []

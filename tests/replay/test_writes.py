@@ -8,7 +8,7 @@ import torch
 from oracle import NO_ROOM, REGIONS, REPLAY, Table, bits, leaves, noisy, python_calls
 from torch import nn
 
-from checkpointing import ChangedError, auto, checkpoint_scope, checkpointed, keep
+from checkpointing import ChangedError, checkpoint_scope, checkpointed, keep
 
 case = Table(leaves())
 pytestmark = NO_ROOM
@@ -144,54 +144,6 @@ def test_a_loop_that_writes_columns_in_turn_takes_no_longer_at_its_end():
         return python_calls(y.sum().backward)
 
     assert calls(400) - calls(200) < 1.2 * (calls(300) - calls(100))
-
-
-WRITES = {
-    "add_": lambda state: state.add_(1),
-    "foreach_add_": lambda state: torch._foreach_add_([state], 1.0),
-    "foreach_lerp_": lambda state: torch._foreach_lerp_([state], [state * 2], 0.5),
-}
-
-
-@contextlib.contextmanager
-def both(outer, inner):
-    with outer(), inner():
-        yield
-
-
-SCOPES = {
-    "scope": checkpoint_scope,
-    "pieces": lambda: checkpoint_scope(auto()),
-    "hooks": lambda: both(torch.autograd.graph.save_on_cpu, checkpoint_scope),
-    "two": lambda: both(checkpoint_scope, checkpoint_scope),
-}
-
-
-@pytest.mark.parametrize("inner", [contextlib.nullcontext, checkpoint_scope])
-@pytest.mark.parametrize("size", [16, 4096])
-@pytest.mark.parametrize("outer", SCOPES)
-@pytest.mark.parametrize("write", WRITES)
-def test_a_state_is_copied_before_it_is_written(write, outer, size, inner):
-    """In whatever scope; in a block inside, which may not be the one that has read it."""
-
-    def gradient(turns, outer, inner):
-        x, state = torch.linspace(0, 1, size).requires_grad_(), torch.ones(size)
-        with outer():
-            y = x
-            for turn in range(turns):
-                for _ in range(4):
-                    y = (y * state.clone()).square().cos()
-                with inner():
-                    y = y * 0.5
-                    if turn or size == 16:
-                        WRITES[write](state)
-                for _ in range(3):
-                    y = y.sin().cos()
-        return torch.autograd.grad(y.sum(), x)[0], state
-
-    for turns in (2, 4, 3, 5, 2, 6, 4, 7, 3, 5, 6, 2):
-        want = gradient(turns, contextlib.nullcontext, contextlib.nullcontext)
-        assert all(map(torch.equal, gradient(turns, SCOPES[outer], inner), want))
 
 
 @pytest.fixture
