@@ -86,6 +86,26 @@ SPLITS = [
 ]
 
 
+VIEWS = [
+    lambda m: [m[i] for i in range(len(m))],
+    lambda m: [*m.unbind()],
+    lambda m: [*m],
+    lambda m: [*m.chunk(len(m))],
+    lambda m: [part.squeeze(0) for part in m.split(1)],
+]
+FILLS = [
+    lambda v, n: v[:n].fill_(n),
+    lambda v, n: v.__setitem__(slice(0, n), float(n)),
+    lambda v, n: v[..., :n].copy_(torch.full_like(v[..., :n], n)),
+    lambda v, n: v.t()[:n].mul_(0.5).add_(n),
+    lambda v, n: v.view(-1)[n:].add_(n),
+    lambda v, n: v.narrow(-1, 0, 2).mul_(n),
+    lambda v, n: v.as_strided((2,), (1,), v.storage_offset() + 1).add_(n),
+    lambda v, n: v.index_fill_(-1, torch.tensor([0, 2]), float(n)),
+    lambda v, n: v[:2].unsqueeze_(-1).transpose_(0, 1).add_(n),  # reshaped in place
+]
+
+
 # ---- the grammar: most tensors are N x N, so that most lines fit most names
 
 
@@ -507,6 +527,8 @@ NAMES = {
     "clear_programs": checkpointing.clear_programs,
     "gives": gives_what_it_has_saved,
     "splits": SPLITS,
+    "views": VIEWS,
+    "fills": [*zip(FILLS, FILLS, strict=True), *zip(FILLS, FILLS[1:] + FILLS[:1], strict=True)],
     "budgets": [None, auto(), oracle.PLANNED, auto(budget=100), auto(budget=10**6)],
     "plans": [None, auto(), oracle.PLANNED, offload(oracle.PLANNED, min_bytes=0, inputs=True)],
     "F": F,
@@ -520,6 +542,7 @@ OF_TORCH = {
 }
 OURS = {
     "in_plain_code_a_copy": lambda t: t,
+    "doors": [oracle.LETTERS[letter] for letter in "sprb"],
     "scope": checkpointing.checkpoint_scope,
     "rerun": checkpointing.checkpointed,
     "replay": lambda f, **options: checkpointing.checkpointed(f, backend="replay", **options),
@@ -529,6 +552,7 @@ OURS = {
 }
 SHUT = {
     "in_plain_code_a_copy": torch.clone,
+    "doors": [called] * 4,
     **dict.fromkeys(
         ("scope", "opaque", "save_on_cpu", "cloning", "identical"),
         lambda *_, **__: contextlib.nullcontext(),
@@ -867,6 +891,36 @@ FOUND = {
                     for _ in range(3):
                         y = y.sin().cos()
             see([grad([y], [x]), state])""",
+    "views that are made first and written through views of them": """
+    for door, rows, parts in itertools.product(doors, (2, 3), views):
+        clear_programs()
+        for fill, other in fills:
+            def f(w):
+                out = torch.zeros(rows, 3)
+                for i, part in enumerate(parts(out)):
+                    (fill if i % 2 else other)(part, 1 + i % 2)
+                return (w * out).sin() * out
+            f = door(f)
+            for _ in range(2):
+                w = torch.arange(3.0 * rows).reshape(rows, 3).requires_grad_()
+                see(grad([f(w)], [w]))""",
+    "a view that moves over its memory lies where each run has it: all of them share programs": """
+    def moves(w, offset):
+        m = w.detach() * 1
+        p, q = m[:4], m[4:]
+        q.as_strided_((2,), (1,), offset)
+        q.mul_(3)
+        return (w[:4] * p).sin() * p
+    def past(w, _):
+        m = w.detach() * 1
+        p, q = m[:4], m[4:]
+        q.mul_(3)
+        return (w * p.as_strided((8,), (1,), 0)).sin()
+    for door, offsets in itertools.product(doors, ((4, 4, 2, 2), (0, 4), (6, 0, 6))):
+        clear_programs()
+        for f, offset in itertools.product((door(moves), door(past)), offsets):
+            w = torch.arange(8.0).requires_grad_()
+            see(grad([f(w, offset)], [w]))""",
     "results that a block returns are kept only where autograd has them: they may be written": """
     for _ in range(3):
         y, results = torch.linspace(-4, 4, 2048 * N).view(-1, N), []
