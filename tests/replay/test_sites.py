@@ -138,7 +138,8 @@ HOLES = {
                         row.copy_(torch.ones(4))
                     torch.add(torch.ones(4, 4), 1, out=y)
                 y = y.view_as(y).square()
-            see(grad([y], [a], create_graph=True))""",
+            first = grad([y], [a], create_graph=True)
+            see([first, grad([first[0].sin()], [a])])""",
     "statistics that a region inside reads are those before a normalisation in it updates them": """
     def read(x):
         y = bn((x.sin() * bn.running_mean.add(1)).sin() * bn.running_var.mul(1))
