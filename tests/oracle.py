@@ -7,6 +7,7 @@ checkpointed function. What a word must equal is the word with nothing but its `
     c  checkpointed (rerun)        s  a `with checkpoint_scope()` around the call
     r  checkpointed (replay)       g  the gradients with respect to the arguments
     a  a scope with `auto()`;  b  on a small budget;  p  for as small a peak as possible
+    l  the legacy backend, which knows no `early_stop`
 
 A `Table` holds programs, `program(region, *tensors, *modules)`: they call `region(function, *args)`
 where a region may stand. Each is run plain and through every door, and compared in all that can be
@@ -19,13 +20,14 @@ import ctypes
 import dataclasses
 import functools
 import gc
+import itertools
 import os
 import sys
 import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -59,6 +61,10 @@ def replay(fn: Function, early_stop: bool = True, **options: Any) -> Function:
     return checkpointed(fn, backend="replay", early_stop=early_stop, **options)
 
 
+def legacy(fn: Function, early_stop: bool = True, **options: Any) -> Function:
+    return checkpointed(fn, backend="reentrant", **options)
+
+
 def scope(fn: Function, early_stop: bool = True, **options: Any) -> Function:
     def scoped(*args: Any, **kwargs: Any) -> Any:
         with checkpoint_scope(early_stop=early_stop, **options):
@@ -82,6 +88,8 @@ def gradients(fn: Function, early_stop: bool = True) -> Function:
 PLANNED = auto(peak=1)
 NO_ROOM = pytest.mark.filterwarnings("ignore:.*(A budget of|The least peak possible is)")
 planned = functools.partial(scope, policy=PLANNED)
+# Given once in a process: by whichever test comes first.
+DEPRECATED = pytest.mark.filterwarnings("ignore:backend='reentrant' is deprecated:FutureWarning")
 
 # Doors that take the options of a region.
 DOORS: dict[str, Callable[..., Function]] = {
@@ -104,6 +112,7 @@ LETTERS: dict[str, Callable[..., Function]] = {
     "b": functools.partial(scope, policy=auto(budget=100)),
     "c": rerun,
     "g": gradients,
+    "l": legacy,
     "p": planned,
     "r": replay,
     "s": scope,
@@ -147,6 +156,10 @@ def integers(*shape: int) -> Tensor:
     """Small integers that want a gradient, the same each time."""
     numbers = torch.arange(1.0, torch.Size(shape or (4,)).numel() + 1) % 5 - 2
     return numbers.view(shape or (4,)).requires_grad_()
+
+
+def data(*shape: int) -> Tensor:
+    return integers(*shape or (3,)).detach() + 3
 
 
 def through(layers: Any, x: Tensor) -> Tensor:
@@ -213,6 +226,10 @@ def bits(value: Any) -> Any:
     data = data.as_strided(data.shape, (1,))  # one number may have any stride
     numbers = data.view(torch.uint8).cpu().numpy().tobytes() if data.numel() else b""
     return (*head, tensor.stride(), numbers)
+
+
+def same(have: Any, want: Any) -> None:
+    assert [bits(t) for t in have] == [bits(t) for t in want]
 
 
 # ---- what can be seen of a program
@@ -394,13 +411,14 @@ class Table:
         return bit_for_bit, nothing_stays
 
 
-def leaves(*modules: Function) -> Function:
+def leaves(*modules: Function, shape: tuple[int, ...] = (4, 6), **options: Any) -> Function:
     """Two tensors of numbers that want gradients, and modules."""
+    options = options or {"dtype": torch.float64}
 
     def make() -> tuple[Any, ...]:
         torch.manual_seed(3)
-        two = [torch.randn(4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-        return (*two, *[m().double() for m in modules])
+        two = [torch.randn(shape, **options, requires_grad=True) for _ in range(2)]
+        return (*two, *[m().to(**options) for m in modules])
 
     return make
 
@@ -488,6 +506,17 @@ def noisy(x: Tensor) -> Tensor:
 
 
 noisy.register_autograd(lambda ctx, g: g)
+SEED = [itertools.count()]  # of the next call's noise; steps that begin alike put another one here
+
+
+@torch.library.custom_op("oracle::shaken", mutates_args=())
+def shaken(x: Tensor) -> Tensor:
+    """Its argument, with other noise at each call, as kernels that add atomically make it."""
+    noise = torch.Generator().manual_seed(next(SEED[0]))
+    return x * (1 + 0.003 * torch.randn(x.shape, generator=noise))
+
+
+shaken.register_autograd(lambda ctx, g: g)
 
 
 class Hooks(torch.autograd.graph.saved_tensors_hooks):
@@ -544,6 +573,12 @@ class Programs:
 
 
 # ---- what runs, and what lives
+
+
+def with_gradients(parameters: Iterable[Tensor]) -> None:
+    """Gradients are there already, and so are no part of what is counted."""
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
 
 
 def python_calls(run):

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from beside import Code
 from oracle import EACH_WAY, at_once, bits, count, leaf, python_calls, scope
 from torch import nn
 
@@ -371,3 +372,51 @@ def test_name_is_what_messages_say(door, name):
         y.sum().backward()
     where = r"\S+oracle\.py" if door == "scope" else re.escape(__file__)
     assert re.match(rf"region '{re.escape(name or own)}' \(entered at {where}:", str(caught.value))
+
+
+WARNED = {
+    "rerun": ["UserWarning", "torch.func", "inside a region vmap, jvp and jacfwd work"],
+    "scope": ["UserWarning", "torch.func", "inside a region vmap, jvp and jacfwd work"],
+    "legacy": ["FutureWarning", "backend='rerun'"],
+}
+PROGRAM = """
+import sys
+import warnings
+import torch
+from checkpointing import checkpoint_scope, checkpointed
+from checkpointing.torch_compat import checkpoint, checkpoint_sequential
+
+warnings.simplefilter("always")
+rerun = checkpointed(torch.sin)
+x = torch.ones(5, requires_grad=True)
+
+def scope(x):
+    with checkpoint_scope():  # scope
+        return x.sin()
+
+def run(x):
+    return rerun(x) if sys.argv[1] == "rerun" else scope(x)  # rerun
+
+checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
+checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=True).sum().backward()
+for _ in range(3):
+    if sys.argv[1] == "legacy":
+        checkpointed(torch.sin, backend="reentrant")(x)  # legacy
+    else:
+        torch.func.vmap(run)(torch.ones(2, 5))
+        torch.func.grad(lambda x: run(x).sum())(torch.ones(5))
+"""
+
+
+@pytest.mark.parametrize("door", WARNED)
+def test_a_warning_is_given_once_and_points_at_user_code(door):
+    """One per process, whatever follows, at the line that enters the region; the drop-in gives none
+    of a backend that is deprecated."""
+    kind, *words = WARNED[door]
+    warned = Code(PROGRAM, door)
+    assert warned.output == ""
+    said = warned.outcome.stderr
+    line = 1 + next(n for n, text in enumerate(PROGRAM.splitlines()) if text.endswith(f"# {door}"))
+    assert said.count(kind) == 1
+    assert f"<string>:{line}: {kind}" in said
+    assert all(word in said for word in words)

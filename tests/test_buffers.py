@@ -4,21 +4,28 @@ back. Large ones and those of modules in evaluation mode are guarded."""
 import contextlib
 import copy
 import functools
+import operator
 import threading
 import types
 import warnings
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 from oracle import WAYS, at_once, bits, count, plain
 from torch import nn
+from torch.ao import quantization
 from torch.nn.utils import parametrizations
 
 from checkpointing import ChangedError, MismatchError, checkpoint_scope, checkpointed
 from checkpointing.torch_compat import checkpoint
 
-DOORS = {**WAYS, "reentrant": lambda fn: functools.partial(checkpoint, fn, use_reentrant=True)}
+pytestmark = oracle.NO_ROOM
+REPLAY = {"replay": oracle.replay, "scope": oracle.scope, "planned": oracle.planned}
+REPLAY["in hooks"] = lambda fn: oracle.in_hooks(oracle.scope(fn))
+REENTRANT = {"reentrant": lambda fn: functools.partial(checkpoint, fn, use_reentrant=True)}
+DOORS = {**WAYS, **REPLAY, **REENTRANT}
 DOOR = pytest.mark.parametrize("door", DOORS)
 
 
@@ -29,11 +36,13 @@ def leaf():
 class WithBuffers(nn.Module):
     """With these buffers, and perhaps a function of the module and its input as its `forward`."""
 
-    def __init__(self, function=None, **buffers):
+    count, size = 0, None  # beside them
+
+    def __init__(self, function=None, persistent=True, **buffers):
         super().__init__()
         self.function = function
         for name, buffer in buffers.items():
-            self.register_buffer(name, buffer)
+            self.register_buffer(name, buffer, persistent)
 
     def forward(self, x):
         return self.function(self, x)
@@ -52,6 +61,35 @@ def set_anew(self, x):
     """Assigns its buffer instead of writing it; it may be None before the first forward."""
     self.mean = x.detach().sum(0) if self.mean is None else self.mean * 0.5 + x.detach().sum(0)
     return (x * self.mean).square()
+
+
+def set_anew_from_the_input(self, x):
+    self.mean = 0 * self.mean + x.detach()[1]
+    return (x * self.mean).square()
+
+
+def beside_a_count(self, x):
+    """Statistics that are written in place."""
+    self.count += 1
+    self.mean.mul_(0.5).add_(x.detach().sum())
+    return (x * self.mean[:4]).square()
+
+
+def for_a_size(kind, self, x):
+    """A table of positions, made anew when another size is asked for."""
+    if self.size != kind(x.shape):
+        self.size = kind(x.shape)
+        self.table = torch.arange(x.numel()).view(x.shape) % 5 - len(x)
+    return (x * self.table).square()
+
+
+def grows(self, x):
+    """Rotary embeddings: the table is made anew as sequences grow."""
+    self.count = len(x)
+    if self.size is None or self.count > self.size:
+        self.size = self.count
+        self.table = torch.arange(x.numel()).view(x.shape) % 7 - self.size
+    return (x * self.table[: self.count]).square()
 
 
 def saved_and_set_anew(self, x):
@@ -178,10 +216,23 @@ MODULES = {
     "modes": with_modes,
     "BatchNorm1d, alone": lambda: nn.BatchNorm1d(4),
     "BatchNorm1d, cumulative": lambda: sequence(nn.BatchNorm1d(4, momentum=None)),
+    "one that is used twice": lambda: sequence(*[nn.BatchNorm1d(4)] * 2),
+    "InstanceNorm1d": lambda: sequence(
+        nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+    ),
+    "fake quantization": lambda: sequence(
+        quantization.FakeQuantize(quantization.MovingAverageMinMaxObserver, 0, 255)
+    ),
     "spectral_norm": lambda: sequence(parametrizations.spectral_norm(nn.Linear(4, 4))),
     "spectral_norm, old": lambda: sequence(nn.utils.spectral_norm(nn.Linear(4, 4))),
     "counter": Counter,
     "set anew": lambda: WithBuffers(set_anew, mean=torch.zeros(4)),
+    "set anew, not persistent": lambda: WithBuffers(set_anew, False, mean=torch.zeros(4)),
+    "from the input": lambda: WithBuffers(set_anew_from_the_input, mean=torch.zeros(4)),
+    "from the input, not persistent": lambda: WithBuffers(
+        set_anew_from_the_input, False, mean=torch.zeros(4)
+    ),
+    "beside a count, then saved": lambda: WithBuffers(beside_a_count, False, mean=torch.zeros(4)),
     "saved and set anew": lambda: WithBuffers(
         saved_and_set_anew, mean=torch.zeros(4), last=torch.zeros(())
     ),
@@ -230,7 +281,8 @@ def made(name):
 
 
 def left(model, *tensors):
-    state = [(name, bits(t), t._version) for name, t in model.state_dict(keep_vars=True).items()]
+    named = [*model.state_dict(keep_vars=True).items(), *model.named_buffers()]
+    state = [(name, bits(t), t._version) for name, t in named]
     grads = [p.grad for p in model.parameters()]
     return state, bits([grads, tensors]), [m.training for m in model.modules()]
 
@@ -243,7 +295,11 @@ def train(model, fn, backward_in_evaluation=False):
         y = fn(x)
         if backward_in_evaluation:
             model.eval()
-        y.square().sum().backward()
+        there = [*model.buffers()]
+        loss = y.square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert all(map(operator.is_, model.buffers(), there))
         if backward_in_evaluation:
             model.train()
         seen += [y, x.grad]
@@ -327,147 +383,50 @@ def test_where_modules_are_looked_for(module, place):
     assert train(model, PLACES[place](checkpointed, model), True) == train(want, want, True)
 
 
+LARGE = {"CodeBook.book": CodeBook(5000)}
+LARGE["WithBuffers.mean"] = WithBuffers(beside_a_count, False, mean=torch.zeros(20_000))
+
+
 @DOOR
-def test_large_buffers_that_are_written_are_refused_by_rerun(door):
+@pytest.mark.parametrize("name", LARGE)
+def test_large_buffers_that_are_written_are_refused_by_rerun(name, door):
     """The error names the buffer and the remedy, with which it is as plain."""
-    model, want = CodeBook(5000), CodeBook(5000)
-    if door in ("replay", "scope"):
+    model, want = copy.deepcopy(LARGE[name]), copy.deepcopy(LARGE[name])
+    if door in REPLAY:
         assert train(model, DOORS[door](model)) == train(want, want)
     else:
         with pytest.raises(
-            ChangedError, match=r"CodeBook\.book .* was changed in place .*backend='replay'"
+            ChangedError, match=rf"{name} .* was changed in place .*backend='replay'"
         ):
             train(model, DOORS[door](model))
 
 
-class Leaky(nn.Module):
-    """A spiking neuron: its state is a buffer, which each call sets anew."""
-
-    def __init__(self, keeps, persistent):
-        super().__init__()
-        self.keeps = keeps
-        self.register_buffer("state", torch.zeros(4), persistent=persistent)
-
-    def forward(self, x):
-        self.state = self.keeps * self.state + x.detach()[1]
-        return (x * self.state).square()
+CACHES = {"grows": (grows, 1), "grows from a large one": (grows, 8192)}
+CACHES |= {f.__name__: (functools.partial(for_a_size, f), 0) for f in (tuple, list, sum)}
 
 
 @DOOR
-@pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("keeps", [0, 0.5], ids=["follows from the input", "is a state"])
-def test_a_buffer_that_is_not_persistent_and_set_anew(keeps, persistent, door):
-    def train(module, run):
-        x, y = leaf(), 0
-        for module.count in (1, 2):  # a training loop counts beside the state
-            y += run(x * module.count)
-        left = module.state
-        y.sum().backward()
-        assert module.state is left
-        return bits([x.grad, module.state])
-
-    want = Leaky(keeps, persistent)
-    module = copy.deepcopy(want)
-    assert train(module, DOORS[door](module)) == train(want, want)
-
-
-class Table(nn.Module):
-    """A table of positions, made anew when another size is asked for."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind, self.size = kind, kind([0, 0])
-        self.register_buffer("table", torch.zeros(0), persistent=False)
-
-    def forward(self, x):
-        if self.size != self.kind(x.shape):
-            self.size = self.kind(x.shape)
-            self.table = torch.arange(x.numel()).view(x.shape) % 5 - len(x)
-        return (x * self.table).square()
-
-
-class Frequencies(nn.Module):
-    """Rotary embeddings: the table is made anew as sequences grow."""
-
-    def __init__(self, rows):
-        super().__init__()
-        self.most = self.last = 0
-        self.register_buffer("table", torch.zeros(rows, 4), persistent=False)
-
-    def forward(self, x):
-        self.last = len(x)
-        if self.last > self.most:
-            self.most = self.last
-            self.table = torch.arange(x.numel()).view(x.shape) % 7 - self.most
-        return (x * self.table[: self.last]).square()
-
-
-@DOOR
-@pytest.mark.parametrize("rows", [1, 8192])
-def test_a_cache_that_grows_is_read_as_the_region_left_it(rows, door):
-    """And left as the last region left it."""
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cache_that_is_made_anew_is_read_as_the_region_left_it(cache, door):
+    """And left as the last region left it; a size beside it says what is in it."""
 
     def train(module, run, lengths):
         x = leaf()
-        losses = [run(x[:length]).sum() for length in lengths]
+        parts = [x.view(n) if isinstance(n, tuple) else x[:n] for n in lengths]
+        losses = [run(part).sum() for part in parts]
         for loss in reversed(losses):
             loss.backward()
-        return bits([x.grad, module.table, *map(module, (x[:2], x))])
+        table = [module.table] * (function is grows)
+        return bits([x.grad, table, *map(module, (*parts, parts[-1], x[:2], x))])
 
-    for lengths in ([3], [5, 2], [2, 4], [2, 5, 3]):
-        module, want = Frequencies(rows), Frequencies(rows)
+    function, rows = CACHES[cache]
+    for lengths in ([3], [5, 2], [2, 4], [2, 5, 3], *[[6, 3, (3, 8), 5]] * (rows == 0)):
+        module, want = (WithBuffers(function, False, table=torch.zeros(rows, 4)) for _ in "ab")
         if door == "scope in rerun":  # where only the forward makes it
             with pytest.raises(MismatchError):
                 train(module, DOORS[door](module), lengths)
         else:
             assert train(module, DOORS[door](module), lengths) == train(want, want, lengths)
-
-
-class Counting(nn.Module):
-    """Statistics that are written in place, beside a counter."""
-
-    def __init__(self, count):
-        super().__init__()
-        self.calls = 0
-        self.register_buffer("mean", torch.zeros(count), persistent=False)
-
-    def forward(self, x):
-        self.calls += 1
-        self.mean.mul_(0.5).add_(x.detach().sum())
-        return (x * self.mean[:4]).square()
-
-
-@DOOR
-@pytest.mark.parametrize("count", [4, 20_000])
-def test_statistics_beside_a_counter_are_written_once_or_refused(count, door):
-    def train(module, run):
-        x = leaf()
-        run(x).sum().backward()
-        return bits([x.grad, module.mean])
-
-    module, want = Counting(count), Counting(count)
-    if count > 4 and door not in ("replay", "scope"):
-        with pytest.raises(ChangedError, match=r"Counting\.mean"):
-            train(module, DOORS[door](module))
-    else:
-        assert train(module, DOORS[door](module)) == train(want, want)
-
-
-@DOOR
-@pytest.mark.parametrize("kind", [tuple, list, sum])
-def test_a_table_that_sizes_beside_it_describe(kind, door):
-    def train(module, run):
-        x = leaf()
-        parts = x, x[:3], x.view(3, 8), x[:5]
-        sum(run(part).sum() for part in parts).backward()
-        return bits([x.grad, *[module(part) for part in (*parts, parts[-1])]])
-
-    module, want = Table(kind), Table(kind)
-    if door == "scope in rerun":  # which makes the table in the forward alone
-        with pytest.raises(MismatchError):
-            train(module, DOORS[door](module))
-    else:
-        assert train(module, DOORS[door](module)) == train(want, want)
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

@@ -13,17 +13,19 @@ import pickle
 import re
 import warnings
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as theirs
-from oracle import Counting, Hooks, at_once, bits, in_hooks, leaf, words
+from oracle import Counting, Hooks, at_once, bits, in_hooks, leaf, legacy, words
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import checkpointing.torch_compat as ours
-from checkpointing import checkpointed
+from checkpointing import CheckpointError, checkpointed, disabled
 
+pytestmark = oracle.DEPRECATED
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 MM = torch.ops.aten.mm.default
 OWN = words("""
@@ -644,3 +646,114 @@ def test_regions_of_torch_and_ours_nest(outer, inner, policies):
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
         y = region(outer, lambda x: region(inner, two_products, x, **inside) @ x, x, **around)
     assert torch.equal(gradient(y, x)[0], gradient(two_products(x) @ x, x)[0])
+
+
+# ---- the legacy backend through our own door
+
+
+def dropped(x):
+    return F.dropout(x.sin(), 0.5).exp()
+
+
+def drawn(x, generator):
+    return (x * torch.rand(4, 4, generator=generator)).exp()
+
+
+GENERATOR = torch.Generator()
+from_generator = functools.partial(drawn, generator=GENERATOR)
+in_replay = checkpointed(backend="replay")
+
+
+@pytest.mark.parametrize(
+    ("plain", "fn"),
+    [
+        (dropped, lambda x: legacy(dropped)(x)),
+        (dropped, lambda x: ours.checkpoint_sequential([dropped, torch.clone], 2, x, True)),
+        (dropped, lambda x: legacy(lambda x: legacy(dropped)(x))(x)),
+        (dropped, lambda x: legacy(lambda x: checkpointed(dropped)(x))(x)),
+        (dropped, lambda x: legacy(lambda x: in_replay(dropped)(x))(x)),
+        (dropped, checkpointed(lambda x: legacy(dropped)(x))),
+        (dropped, in_replay(lambda x: legacy(dropped)(x))),
+        (from_generator, lambda x: legacy(drawn)(x, GENERATOR)),
+        (from_generator, lambda x, g=GENERATOR: legacy(lambda x: drawn(x, g))(x)),
+    ],
+)
+def test_bits_as_without(plain, fn):
+    def observe(fn):
+        torch.manual_seed(0)
+        GENERATOR.manual_seed(1)
+        x = leaf()
+        y = fn(x * 2).cos()
+        y.sum().backward()
+        return bits([y, x.grad, torch.get_rng_state(), GENERATOR.get_state()])
+
+    assert observe(fn) == observe(plain)
+
+
+@pytest.mark.parametrize("how", ["enabled", "disabled", "no_grad"])
+def test_ways_to_switch_it_off(how):
+    fn = legacy(lambda x, k=1: x.sin() * k, enabled=how != "enabled")
+    with {"disabled": disabled, "no_grad": torch.no_grad}.get(how, torch.enable_grad)():
+        y = fn(leaf(), k=2)
+    assert (y.grad_fn is None) is (how == "no_grad")
+
+
+def test_keywords_are_refused():
+    ran = []
+    with pytest.raises(ValueError, match=r"Unexpected keyword arguments: k.*backend='rerun'"):
+        legacy(lambda x, k: ran.append(1))(leaf(), k=1)
+    assert ran == []
+
+
+@pytest.mark.parametrize("call", [torch.autograd.grad, lambda y, x: y.backward(inputs=[x])])
+def test_gradients_of_chosen_inputs_are_refused(call):
+    sine, x = legacy(lambda x: x.sin()), leaf()
+    said = r"incompatible with \.grad\(\) or passing an `inputs`.*backend='rerun'"
+    with pytest.raises(CheckpointError, match=said):
+        call(sine(x).sum(), x)
+    sine(x).sum().backward()
+    assert torch.equal(x.grad, x.cos())
+
+
+LINEAR = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (nn.Linear(3, 3), ()),
+        (nn.Linear(3, 3).forward, ()),
+        ((lambda p: lambda x: x * p)(nn.Parameter(torch.ones(3))), ()),
+        (lambda x, m: m(x), (nn.Linear(3, 3),)),
+        (functools.partial(lambda m, x: m(x), nn.Linear(3, 3)), ()),
+        (lambda x: LINEAR(x), ()),
+    ],
+    ids=["module", "method", "closure", "argument", "partial", "global"],
+)
+def test_parameters_that_would_get_no_gradients_are_refused(fn, args):
+    """Where no input requires grad, as with a frozen embedding before the first block."""
+    with pytest.raises(CheckpointError, match=r"none of the inputs requires grad.*backend='rerun'"):
+        legacy(fn)(torch.ones(2, 3), *args)
+    legacy(fn)(torch.ones(2, 3, requires_grad=True), *args).sum().backward()
+
+
+def test_nothing_that_requires_grad_at_all_is_a_warning():
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True") as caught:
+        y = legacy(lambda x: x.sin())(torch.ones(3))
+    assert not y.requires_grad
+    assert caught[0].filename == __file__
+
+
+def test_ddp_with_the_reentrant_backend(group):
+    """A block used twice: the error says what to use instead; that works."""
+
+    refused = pytest.raises(CheckpointError, match=r"DistributedDataParallel .*Use backend='rerun'")
+    for backend, often in (("rerun", 2), ("replay", 2), ("reentrant", 1), ("reentrant", 2)):
+        block = nn.Linear(4, 4)
+        block.forward = checkpointed(block.forward, backend=backend)
+        net = nn.Sequential(nn.Linear(4, 4), *[block, nn.ReLU()] * often)
+        model = nn.parallel.DistributedDataParallel(net)
+        fails = backend == "reentrant" and often == 2
+        with refused if fails else contextlib.nullcontext():
+            model(leaf(4, 4)).sum().backward()
+        assert fails or all(p.grad is not None for p in model.parameters())

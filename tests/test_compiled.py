@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as theirs
 from functorch.compile import aot_function, min_cut_rematerialization_partition, nop
-from oracle import PLANNED, apply, leaf, planned, replay, rerun, scope
+from oracle import PLANNED, apply, leaf, legacy, planned, replay, rerun, scope
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -195,7 +195,7 @@ TRACED = {
     "disabled in a scope": lambda fn: scope(scope(fn, enabled=False)),
     "offload": lambda fn: scope(fn, policy=offload(min_bytes=0)),
     "reported": lambda fn: scope(fn, report=True),
-    "reentrant": lambda fn: checkpointed(fn, backend="reentrant"),
+    "reentrant": legacy,
 }
 DROP_IN = {"drop-in": lambda fn: functools.partial(ours.checkpoint, fn, use_reentrant=False)}
 

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,11 +23,6 @@ def of_two(fn):
     return functools.wraps(fn)(lambda: (fn, (leaf(3, 4), leaf(4))))
 
 
-class Named(NamedTuple):
-    first: Any
-    second: Any = None
-
-
 class Programs:
     @of_two
     def several_outputs(x, w):
@@ -36,16 +30,6 @@ class Programs:
         h = x.exp() * w
         h.cos().tanh()
         return h.sin(), h.detach(), h.argmax(), [torch.ones(2), x, h * x.tanh()], w
-
-    def structures():
-        def fn(batch, scale, pair, *rest):
-            h = batch["x"].sin() * batch["more"][0] + batch["mask"]
-            k = pair.first.sin() * h * scale + rest[0][1].cos()
-            outer = Named(k.exp(), Named(k.tanh(), None))
-            return {"a": h.exp(), "b": [None, 3, "text"], "c": {"d": (h.cos(), 1.5)}}, outer
-
-        batch = {"x": leaf(3, 4), "more": [leaf(4), None], "mask": torch.ones(3, 4)}
-        return fn, (batch, 0.5, Named(leaf(3, 4), "text"), (1, leaf(4)))
 
     @of_two
     def views_and_writes(x, w):

@@ -14,7 +14,7 @@ from oracle import EARLY_STOP, WORD, WORDS, Counting, Watching, apply, bits, lea
 
 from checkpointing import CheckpointError, checkpoint_scope, disabled, is_recomputing, keep
 
-pytestmark = oracle.NO_ROOM
+pytestmark = [oracle.NO_ROOM, oracle.DEPRECATED]
 RERUN = pytest.mark.parametrize("word", ["c", "cc", "sc"])
 ERRORS = pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 
@@ -70,7 +70,7 @@ class FailingMode(Counting):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-PLACES = [("function", word) for word in ("c", "cc", "sc")]
+PLACES = [("function", word) for word in ("c", "cc", "sc", "l")]
 PLACES += itertools.product(["operator", "tensor hook"], WORDS)
 
 

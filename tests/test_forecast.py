@@ -280,17 +280,13 @@ def test_what_derivatives_allocate_on_the_way_is_not_simulated():
 # ---- a scope that saves next to nothing
 
 
-def layers_of(width):
-    torch.manual_seed(0)
-    return nn.ModuleList(Wide(width) for _ in range(8)), torch.randn(4096, width)
-
-
 def loss_of(layers, x):
     return through(layers, x).square().mean()
 
 
 def warned(run, width=256):
-    layers, x = layers_of(width)
+    torch.manual_seed(0)
+    layers, x = nn.ModuleList(Wide(width) for _ in range(8)), torch.randn(4096, width)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import apply, bits, leaf, memory_of
+from oracle import apply, bits, leaf, memory_of, with_gradients
+from test_auto import scoped
 from torch import nn
 
 from checkpointing import auto, checkpoint_scope, keep
@@ -51,18 +52,10 @@ def chain(n):
     return run, x
 
 
-def scoped(fn, budget):
-    def run():
-        with checkpoint_scope(policy=auto(budget=budget)) as run.scope:
-            return fn()
-
-    return run
-
-
 def replayed(n, units):
     run, x = chain(n)
     want = torch.autograd.grad(run(), x)[0]
-    call = scoped(run, units * UNIT)
+    call = scoped(run, budget=units * UNIT)
     torch.autograd.grad(call(), x)  # from the second time on the program is known
     loss = call()
     ran.clear()
@@ -93,7 +86,7 @@ def test_how_often_each_step_runs_again(n, units, times):
 
 
 def peak(n, units):
-    run = scoped(chain(n)[0], units * UNIT)
+    run = scoped(chain(n)[0], budget=units * UNIT)
     run().backward()
     return memory_of(run).peak / UNIT
 
@@ -111,59 +104,6 @@ def test_memory_grows_like_the_square_root_of_depth_with_as_many_checkpoints(n):
     units = round(math.sqrt(2 * n))
     assert peak(n, units) <= 2 * units + 6
     assert max(Counter(replayed(n, units)).values()) <= 2
-
-
-def test_more_budget_never_means_more_work():
-    work = [len(replayed(128, units)) for units in (1, 2, 3, 4, 8, 16, 32, 64)]
-    assert work == sorted(work, reverse=True)
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (1, 1, 3, 3)], ids=str)
-@pytest.mark.parametrize("budget", [400, 1600])
-@pytest.mark.filterwarnings("ignore:.*A budget of")
-def test_partial_backwards_in_any_order(order, budget):
-    """Results that leave a chain at several places; some are asked for twice."""
-    x = torch.rand(100).requires_grad_()
-
-    def run():
-        y, outs = x * 1, []
-        for i in range(60):
-            y = torch.dropout(y.tanh(), 0.05, True).sin()
-            if i % 15 == 14:
-                outs.append(y.exp().sum())
-        return outs
-
-    def found(fn):
-        torch.manual_seed(3)
-        outs = fn()
-        first = [torch.autograd.grad(outs[i], x, retain_graph=True) for i in order]
-        return bits([first, torch.autograd.grad(sum(outs), x)])
-
-    assert found(scoped(run, budget)) == found(run)
-
-
-def sums(x):
-    """Into memory that is exchanged now and then, all of it and one number."""
-    h, s = x, torch.zeros_like(x)
-    for i in range(16):
-        h = (h * 1.01).sin()
-        s = s.clone() if i % 6 == 0 else s
-        s.add_(h.detach())
-        s[3, 3].add_(1)
-        h = h * (s * 0.1).cos()
-    return h
-
-
-@pytest.mark.parametrize("budget", [None, 3000, 25000])
-@pytest.mark.filterwarnings("ignore:.*A budget of")
-def test_writes_in_place_between_cuts_and_levels(budget):
-    """What an earlier replay has delivered or stored is not overwritten by a later one."""
-    x = torch.randn(64, 8, dtype=torch.float64, requires_grad=True)
-    (want,) = torch.autograd.grad(sums(x).sum(), x)
-    with checkpoint_scope(policy=auto(budget=budget)):
-        y = sums(x).sum()
-    for retain in (True, False):
-        assert bits(torch.autograd.grad(y, x, retain_graph=retain)[0]) == bits(want)
 
 
 DEPTH, WIDTH, ROWS = 12, 32, 64
@@ -208,8 +148,7 @@ def bytes_of(run, depth=DEPTH):
     torch.manual_seed(0)
     blocks = nn.ModuleList(Block() for _ in range(depth))
     x = torch.rand(ROWS, WIDTH).requires_grad_()
-    for parameter in (x, *blocks.parameters()):
-        parameter.grad = torch.zeros_like(parameter)  # gradients are no part of it
+    with_gradients([x, *blocks.parameters()])
     return memory_of(lambda: run(blocks, x).sum())
 
 

@@ -588,10 +588,10 @@ def repaired(lines: list[str]) -> list[str] | None:
 FINE = ("right", "refused", "skipped")
 
 
-def judge(source: str, space: dict[str, Any]) -> str:
+def judge(source: str, space: dict[str, Any], plain: dict[str, Any] = PLAIN) -> str:
     """Whether a program is right, refused or skipped, or what is wrong."""
     try:
-        want = run(source, PLAIN)
+        want = run(source, plain)
     except Exception:
         return "skipped"
     before = state()

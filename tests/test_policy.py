@@ -1,7 +1,5 @@
 """What to keep: policies as values, tags, `keep`, and regions inside regions."""
 
-import collections
-import dataclasses
 import itertools
 import pickle
 import types
@@ -10,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from oracle import bits, count, leaf, replay, rerun, same_bits, scope
+from test_arguments import STRUCTURES
 from torch.utils.checkpoint import CheckpointPolicy
 
 import checkpointing
@@ -275,37 +274,7 @@ def test_a_plan_makes_room_for_gradients_that_do_not_exist_yet():
     assert peaks[0] - peaks[1] == w.nbytes
 
 
-def test_a_view_made_and_written_without_grad_is_kept():
-    """Torch does not tell its `grad_fn`."""
-
-    def forward(weight):
-        y = weight * 1
-        with torch.no_grad():
-            y[1:].copy_(torch.zeros(2, 3))
-            for row in y.unbind(0):
-                row.copy_(torch.ones(3))
-            torch.add(torch.ones(3, 3), 1, out=y)
-        return y.view_as(y).square()
-
-    for policy in (save_ops(aten.copy_.default), save_ops(aten.copy_.default) | auto()):
-        run = scope(forward, policy=policy)
-        assert all(gradient(run) == gradient(forward) for _ in range(3))
-
-
-@dataclasses.dataclass
-class Pair:
-    a: object
-    b: object
-
-
-Named = collections.namedtuple("Named", "a b")
-
-STRUCTURES = {  # of a tensor, and where it is in there
-    "list": (lambda t: [t, 3], lambda s: s[0]),
-    "nested": (lambda t: {"a": [None, {"b": (t, "text")}]}, lambda s: s["a"][1]["b"][0]),
-    "named tuple": (lambda t: Named(t, 1), lambda s: s.a),
-    "dataclass": (lambda t: Pair(None, [t]), lambda s: s.b[0]),
-}
+STRUCTURES = {name: STRUCTURES[name] for name in ("nested", "OrderedDict", "Named", "Plain")}
 STRUCTURE = pytest.mark.parametrize(("wrap", "unwrap"), STRUCTURES.values(), ids=STRUCTURES)
 OTHERS = [lambda t: t, lambda t: types.SimpleNamespace(t=t), lambda t: "text"]
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.autograd.forward_ad as fwd
-from beside import Code
 from oracle import DOORS, EACH_DOOR, Programs, apply, bits, plain
 from torch import func, nn
 
@@ -67,39 +66,6 @@ def forward_mode_over_a_region(door):
 
 
 test_programs_are_plains = program.test()
-
-PROGRAM = """
-import sys
-import torch
-from checkpointing import checkpoint_scope, checkpointed
-
-@checkpointed
-def rerun(x):
-    return x.sin()
-
-def scope(x):
-    with checkpoint_scope():  # scope
-        return x.sin()
-
-def run(x):
-    return rerun(x) if sys.argv[1] == "rerun" else scope(x)  # rerun
-
-for _ in range(3):
-    torch.func.vmap(run)(torch.ones(2, 5))
-    torch.func.grad(lambda x: run(x).sum())(torch.ones(5))
-"""
-
-
-@pytest.mark.parametrize("door", ["rerun", "scope"])
-def test_the_warning_is_given_once_and_points_at_user_code(door):
-    """One per process, whatever transforms follow; at the line that enters the region."""
-    warned = Code(PROGRAM, door)
-    assert warned.output == ""
-    said = warned.outcome.stderr
-    line = 1 + next(n for n, text in enumerate(PROGRAM.splitlines()) if text.endswith(f"# {door}"))
-    assert said.count("UserWarning") == 1
-    assert f"<string>:{line}: UserWarning" in said
-    assert "torch.func" in said and "inside a region vmap, jvp and jacfwd work" in said
 
 
 REFUSED = {

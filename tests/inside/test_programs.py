@@ -1,6 +1,7 @@
 """The planner against all choices there are, on small programs; its simulation against sums taken
 position by position, and against the profiler."""
 
+import functools
 import gc
 import itertools
 import random
@@ -10,7 +11,7 @@ import weakref
 import pytest
 import torch
 from changing import CASES, check
-from oracle import memory_of, python_calls
+from oracle import memory_of, python_calls, scope
 from torch import nn
 
 from checkpointing import _torch, auto, checkpoint_scope, clear_programs, forecast, keep
@@ -21,7 +22,6 @@ from checkpointing._plan.repeats import repeats
 from checkpointing._plan.stretch import Stretch
 from checkpointing._record import program as programs
 from checkpointing._record.history import History
-from checkpointing._record.memories import Memories
 from checkpointing._record.position import Position
 from checkpointing._replay import replay
 
@@ -55,10 +55,8 @@ class Programs:
 
     def pyramid():
         """Early layers have many activations, late ones many parameters."""
-        stack, x = (
-            nn.ModuleList(nn.Linear(n, n) for n in (32, 64, 128, 256, 512)),
-            torch.randn(1024, 32),
-        )
+        stack = nn.ModuleList(nn.Linear(n, n) for n in (32, 64, 128, 256, 512))
+        x = torch.randn(1024, 32)
 
         def run():
             y = x
@@ -416,42 +414,33 @@ def test_windows_are_found_once_where_a_budget_has_no_room_for_all_of_a_plan(mon
     assert [step(count) for count in counts][2:] == [0, 1, 0, 0, 0]
 
 
-def test_recording_takes_no_longer_for_each_view_of_a_memory(monkeypatch):
+def rows_that_are_written(count):
     """Of many views that came and went, only those that are alive are looked at."""
-    looks = []
-    tensor_in = Memories.tensor_in
-    monkeypatch.setattr(
-        Memories, "tensor_in", lambda *where: looks.append(where) or tensor_in(*where)
-    )
-
-    def recorded(rows):
-        looks.clear()
-        clear_programs()
-        w, out = torch.ones(4, requires_grad=True), torch.zeros(rows, 4)
-        with checkpoint_scope(auto()):
-            for row in range(rows):
-                out[row] += w.detach() * row
-            (w * out).sum()
-        return len(looks)
-
-    assert recorded(80) < 2.2 * recorded(40)
+    w, out = torch.ones(4, requires_grad=True), torch.zeros(count, 4)
+    for row in range(count):
+        out[row] += w.detach() * row
+    (w * out).sum()
 
 
-@pytest.mark.parametrize("operator", [torch.stack, torch._foreach_norm])
-def test_following_takes_no_longer_for_each_tensor_of_a_list(operator):
+def list_of_tensors(operator, count):
     """Those that are met at once, from outside, are compared by their storages."""
+    operator([torch.ones(2, requires_grad=True) for _ in range(count)])
 
-    def followed(count):
-        tensors = [torch.ones(2, requires_grad=True) for _ in range(count)]
 
-        def step():
-            with checkpoint_scope():
-                return operator(tensors)
+LONG = [(rows_that_are_written, True), (functools.partial(list_of_tensors, torch.stack), False)]
+LONG += [(functools.partial(list_of_tensors, torch._foreach_norm), False)]
 
-        step()
-        return python_calls(step)
 
-    assert followed(200) < 2.2 * followed(100)
+@pytest.mark.parametrize(("program", "is_new"), LONG)
+def test_each_view_of_a_memory_and_each_tensor_of_a_list_takes_as_long(program, is_new):
+    """However many there are, recording or following them."""
+
+    def calls(count):
+        run = scope(functools.partial(program, count), policy=auto())
+        clear_programs() if is_new else run()
+        return python_calls(run)
+
+    assert calls(200) < 2.2 * calls(100)
 
 
 @pytest.mark.parametrize("policy", [None, auto()], ids=str)

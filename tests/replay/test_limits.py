@@ -1,13 +1,12 @@
 """The limits of replay, one test for each row of the table in LIMITS.md, and `opaque()`."""
 
-import functools
 import threading
 from contextlib import nullcontext, suppress
 
 import numpy
 import pytest
 import torch
-from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, PassThrough, Table, bits, leaves, rerun, scope
+from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, PassThrough, Table, leaves, rerun, scope
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -121,24 +120,6 @@ def test_kept(program, name):
     program.check(name)
 
 
-def test_opaque_in_scopes_in_torchs_own_checkpoint():
-    """What is read before it is copied through torch's hooks."""
-
-    def function(x):
-        x = x * 2
-        for _ in range(2):
-            with checkpoint_scope():
-                y = x.sin().exp()
-                with opaque():
-                    z = y.cos()
-        return y + z
-
-    x = torch.ones(3, requires_grad=True)
-    theirs = functools.partial(checkpoint, function, use_reentrant=False)
-    have, want = (bits(torch.autograd.grad(f(x).sum(), x)) for f in (theirs, function))
-    assert have == want
-
-
 @pytest.mark.parametrize("policy", [None, [torch.ops.aten.mul.Tensor], auto(budget=16), PLANNED])
 def test_what_a_scope_in_torchs_own_checkpoint_writes_is_copied_past_its_hooks(policy):
     """Neither what it keeps nor what it has read makes those run the function again at once."""
@@ -187,25 +168,6 @@ def test_what_is_saved_in_opaque_and_written_there_later(saver, how, door):
     with pytest.raises(ChangedError, match="changed in place"):
         y.sum().backward()
     assert x.grad is None
-
-
-@WHERE
-@pytest.mark.parametrize("inside", [False, True])
-def test_what_is_saved_in_opaque_and_written_after_it(inside, door):
-    """Or in a block inside: backward gets what was saved."""
-
-    def function(x, region):
-        with opaque():
-            h = x * 2
-            y = region(lambda h: (h + 1).exp())(h)
-            if inside:
-                with opaque():
-                    h.mul_(3)
-        return y * h.mul_(3)
-
-    x = torch.rand(4, 6, requires_grad=True)
-    (want,) = torch.autograd.grad(function(x, lambda f: f).sum(), x)
-    assert torch.equal(torch.autograd.grad(door(function, x, rerun).sum(), x)[0], want)
 
 
 def test_values_around_opaque_are_computed_once():
