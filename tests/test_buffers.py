@@ -92,6 +92,12 @@ def grows(self, x):
     return (x * self.table[: self.count]).square()
 
 
+def beside_the_last_one(self, x):
+    """The last input is a buffer, which is None at first, and so no number that tells a cache."""
+    self.mean, self.last = self.mean * 3 + 1, x.detach()
+    return (x * self.mean).square()
+
+
 def saved_and_set_anew(self, x):
     """Autograd saves the buffer itself, which is put back before its node has run."""
     y = (x * self.mean).square()
@@ -228,6 +234,9 @@ MODULES = {
     "counter": Counter,
     "set anew": lambda: WithBuffers(set_anew, mean=torch.zeros(4)),
     "set anew, not persistent": lambda: WithBuffers(set_anew, False, mean=torch.zeros(4)),
+    "set anew, not persistent, beside the last input": lambda: WithBuffers(
+        beside_the_last_one, False, mean=torch.zeros(4), last=None
+    ),
     "from the input": lambda: WithBuffers(set_anew_from_the_input, mean=torch.zeros(4)),
     "from the input, not persistent": lambda: WithBuffers(
         set_anew_from_the_input, False, mean=torch.zeros(4)

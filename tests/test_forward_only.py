@@ -29,6 +29,15 @@ def a_forward_only_function_runs_once_and_its_results_come_back_in_order(door):
     return x.grad, next(numbers)
 
 
+@program(*WAYS)
+def a_recompute_may_call_one_that_the_forward_has_not_called(door):
+    """Behind a cache that has been cleared since."""
+    build, cache, x = forward_only(lambda: 2.0), [2.0], leaf()
+    y = door(lambda x: (x * (cache or [build()])[0]).square().square())(x)
+    cache.clear()
+    return y, *torch.autograd.grad(y.sum(), x)
+
+
 @dataclasses.dataclass(eq=False)
 class Config:
     """Without tensors, and told apart by identity."""

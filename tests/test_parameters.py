@@ -48,6 +48,28 @@ def parameters_that_are_initialised_inside(door):
     return y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])
 
 
+class Adapted(nn.Module):
+    """Frozen layers behind an adapter that the first forward makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.adapter = nn.Identity()
+        frozen = [nn.Linear(3, 3, bias=False).requires_grad_(False) for _ in range(2)]
+        self.layers = nn.Sequential(frozen[0], nn.Tanh(), frozen[1])
+
+    def forward(self, x):
+        if not hasattr(self.adapter, "scale"):
+            self.adapter.scale = nn.Parameter(torch.full((3,), 2.0))
+        return self.layers(x * self.adapter.scale).exp()
+
+
+@program()
+def a_parameter_of_a_module_that_had_none(door):
+    model, x = Adapted(), leaf(2, 3)
+    y = door(model)(x)
+    return y, *torch.autograd.grad(y.sum(), [x, model.adapter.scale])
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

@@ -55,29 +55,45 @@ class Buffers:
     def __init__(self, inputs: Inputs) -> None:
         """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
-        # None: frozen TorchScript, which has no flag.
-        self._flags: dict[nn.Module, Any] = {}
+        flags: dict[nn.Module, Any] = {}  # None: frozen TorchScript, which has no flag
         # With the buffers they had, and the numbers beside these.
         self._entries: list[tuple[nn.Module, dict[str, Any], list[Any]]] = []
-        modules = [*inputs.modules]
+        self._owners = []  # modules with parameters
+        modules: list[nn.Module | None] = [*inputs.modules]
         for module in modules:
-            if module is None or module in self._flags:
+            if module is None or module in flags:
                 continue
-            self._flags[module] = getattr(module, "training", None)
-            children, buffers = _torch.parts_of_module(module)
-            modules += children.values()
+            flags[module] = getattr(module, "training", None)
+            children, own, buffers = _torch.parts_of_module(module)
+            if children:
+                modules += children.values()
+            if own:
+                self._owners.append(module)
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
                 inputs.generators += _generators_of(module)
             if buffers:
                 self._entries.append((module, dict(buffers), _numbers_of(module)))
+        self._flags = flags
         self._parameters = self._present()
         inputs.devices |= {tensor.device for tensor in self._parameters if not tensor.is_cpu}
         self._trained = [
-            (tensor, version)
+            (tensor, tensor._version)
             for tensor in self._parameters
-            if tensor.requires_grad and (version := _torch.version(tensor)) >= 0
+            if tensor.requires_grad and not (_torch.is_lazy(tensor) or tensor.is_inference())
         ]
         self._guarded: list[Aliased] = []
+        if self._entries:
+            self._capture()
+
+    def drawing_unseen(self) -> nn.Module | None:
+        """A module whose random numbers come from no generator: cuDNN has a state of its own for
+        dropout between recurrent layers."""
+        rnns = [module for module in self._flags if isinstance(module, nn.RNNBase)]
+        drawing = [rnn for rnn in rnns if rnn.training and rnn.dropout]
+        return next((rnn for rnn in drawing if rnn.num_layers > 1), None)
+
+    def _capture(self) -> None:
+        """Copy the buffers that can be rewound, and note the versions of the others."""
         small = []  # two that share memory are rewound twice, to the same values
         for module, buffers, _ in self._entries:
             for name, tensor in buffers.items():
@@ -90,13 +106,6 @@ class Buffers:
                     self._guarded.append(Aliased(tensor, full_name))
         if small:
             self.then = Moment(small, [t if _is_dense(t) else _torch.bytes_of(t) for t in small])
-
-    def drawing_unseen(self) -> nn.Module | None:
-        """A module whose random numbers come from no generator: cuDNN has a state of its own for
-        dropout between recurrent layers."""
-        rnns = [module for module in self._flags if isinstance(module, nn.RNNBase)]
-        drawing = [rnn for rnn in rnns if rnn.training and rnn.dropout]
-        return next((rnn for rnn in drawing if rnn.num_layers > 1), None)
 
     def end(self) -> None:
         """The region has run. Parameters that it has written itself are not guarded."""
@@ -127,7 +136,7 @@ class Buffers:
         return [each for each, version in self._trained if each._version != version]
 
     def _present(self) -> list[Tensor]:
-        owned = [module._parameters.values() for module in self._flags]
+        owned = [module._parameters.values() for module in self._owners]
         return [tensor for own in owned for tensor in own if tensor is not None]
 
     def enter(self, frame: object, undo: Undo) -> None:
@@ -195,8 +204,8 @@ def _numbers_of(module: nn.Module) -> list[Any]:
     """Numbers and sizes in the attributes of a module that has caches."""
     if not _torch.buffers_of_module(module)[1]:
         return []
-    parts = [(part, *items_of(part)) for part in vars(module).values()]
-    return [[each for each in part if type(each) in ATOMS] for part in parts]
+    parts = [part if type(part) in ATOMS else [*items_of(part)] for part in vars(module).values()]
+    return [each for each in parts if type(each) is not list or ATOMS.issuperset(map(type, each))]
 
 
 def _grown(module: nn.Module, numbers: list[Any], then: dict[str, Any]) -> dict[str, Any]:

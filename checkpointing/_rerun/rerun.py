@@ -186,7 +186,8 @@ class Rerun(Region, Call, Slots):
                 calling.refuse(written, tensors_in([args, kwargs, [value for _, value in cells]]))
             context = self.go_back(self, cells, undo)
             calling.rewound = self._buffers.rewound
-            thread.region = Repeated(self)
+            if any([self.pins, self.results, self.policy, not self.complete]):
+                thread.region = Repeated(self)
             calling.call(partial(context.run, function, *args, **kwargs))
         finally:
             undo_all(undo)

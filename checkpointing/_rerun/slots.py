@@ -223,9 +223,13 @@ class Calling:
             if slot == self.holder.slot:
                 raise errors.overwritten(self.frame, slot in self.frame.inner_inputs)
             del self.task[slot]  # an error only if backward asks for it, as in plain code
-        last = min(self._stop_at, self._count - 1)
-        if self._passed <= last and not self._stopped:
-            raise errors.different_number(self.frame, last, reader(), self._count, self._passed)
+        if self._stopped:
+            return
+        frame, last = self.frame, self.holder.slot
+        if frame.early_stop or frame.complete:
+            last = min(self._stop_at, self._count - 1)
+        if self._passed <= last:
+            raise errors.different_number(frame, last, reader(), self._count, self._passed)
 
 
 class Slots(Frame):

@@ -400,9 +400,9 @@ PYTREE_NODES = torch.utils._pytree.SUPPORTED_NODES
 
 # ---- modules
 
-# The dictionaries of a module's children and buffers. The public iterators make names and sets as
-# well.
-parts_of_module = operator.attrgetter("_modules", "_buffers")
+# The dictionaries of a module's children, parameters and buffers. The public iterators make names
+# and sets as well.
+parts_of_module = operator.attrgetter("_modules", "_parameters", "_buffers")
 # Its buffers by name, and which of the names are not persistent.
 buffers_of_module = operator.attrgetter("_buffers", "_non_persistent_buffers_set")
 # The Python function in whose frames a module's `forward` runs.
