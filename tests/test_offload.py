@@ -5,6 +5,7 @@ import torch
 from oracle import Watching, bits, rerun
 from test_auto import NESTINGS, gradients, net as auto_net
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from checkpointing import auto, checkpoint_scope, keep, offload, report, save_ops, save_tagged, tag
 
@@ -54,6 +55,14 @@ def right():
 @pytest.mark.parametrize(("policy", "door"), dict.fromkeys(PAIRS))
 def test_gradients_are_bit_equal(door, policy, right):
     assert gradients(net, lambda fn: NESTINGS[door](fn, POLICIES[policy])) == right
+
+
+def test_what_is_too_small_to_be_moved_goes_to_the_hooks_around():
+    packed, x = [], torch.linspace(-1, 1, 5, requires_grad=True)
+    with saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
+        y = scoped(lambda x: x.exp().sin().tanh(), offload(min_bytes=1000))(x)
+    assert not offloaded(y)
+    assert len({tensor.data_ptr() for tensor in packed}) == 3  # its input; of `exp` and `tanh`
 
 
 @pytest.mark.parametrize("policy", [offload(), offload([SIN]), offload(auto())], ids=str)

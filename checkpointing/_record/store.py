@@ -135,7 +135,7 @@ class Store:
         """Hold a value that could be computed. The mover says where; None: as an input."""
         tensor = self.cells[asked.value[0]]()
         self._unplan(asked.value)
-        self._hold_as(asked, tensor, mover or self.hooks, "a kept tensor")
+        self._hold_kept(asked, tensor, mover)
         self.kept_bytes += _torch.memory_size(tensor)
 
     def keep_planned(self, asked: Hold, counts: bool) -> None:
@@ -150,7 +150,7 @@ class Store:
             return
         self._planned[asked.value] = nbytes
         self._planned_bytes += nbytes
-        self._hold_as(asked, tensor, self.mover(place) or self.hooks, "a kept tensor")
+        self._hold_kept(asked, tensor, self.mover(place))
 
     def decide(self, asked: Hold) -> None:
         """Hold a decision."""
@@ -161,6 +161,11 @@ class Store:
             nbytes = _torch.memory_size(tensor)
             self.decided_bytes += nbytes
             self.kept_bytes += nbytes
+
+    def _hold_kept(self, asked: Hold, tensor: Tensor, mover: Mover | None) -> None:
+        """What is too small to be moved is held like an input."""
+        is_moved = mover is not None and mover.takes(tensor)
+        self._hold_as(asked, tensor, mover if is_moved else self.hooks, "a kept tensor")
 
     def _unheld(self, value: Value) -> Tensor | None:
         """A value that exists, and is not held yet."""
