@@ -76,8 +76,7 @@ class Store:
         # By memory that was only allocated, and type: the parts that have been filled, and their
         # bytes.
         self._filled: dict[Any, dict[_torch.Layout, int]] = defaultdict(dict)
-        self._on: list[Hold] = []  # what is held, and may be written
-        self._memories: set[int] = set()  # of these, and more
+        self._on: dict[int, list[Hold]] = defaultdict(list)  # what is held, by memory
 
     def mover(self, place: Answer | None) -> Mover | None:
         """Who takes tensors to a place; None if nobody has to."""
@@ -128,8 +127,7 @@ class Store:
     def refer(self, asked: Hold, parameter: Tensor) -> None:
         """Hold a parameter by itself."""
         self.held[asked.value] = Aliased(parameter, "a parameter", True)
-        self._on.append(asked)
-        self._memories.add(asked.memory)
+        self._on[asked.memory].append(asked)
 
     def keep(self, asked: Hold, mover: Mover | None) -> None:
         """Hold a value that could be computed. The mover says where; None: as an input."""
@@ -178,27 +176,26 @@ class Store:
         finally:  # a hook of the user may raise, and the block go on
             self.held[asked.value] = held or hold(tensor, None, name)
             if not asked.is_hidden:
-                self._on.append(asked)
-                self._memories.add(asked.memory)
+                self._on[asked.memory].append(asked)
 
     # ---- memory that is about to be written
 
     def holds_on(self, memories: tuple[int, ...]) -> bool:
         """Whether something is held on one of these."""
-        return not self._memories.isdisjoint(memories)
+        return not self._on.keys().isdisjoint(memories)
 
     def before_write(self, step: Step, targets: list[Tensor]) -> None:
         """Copy what is held where a step writes."""
         if self.pieces is not None and (step.effect or step.updates):
             self.pieces.before_write(step, targets)
-        for asked in [asked for asked in self._on if asked.memory in step.writes]:
-            held = self.held[asked.value]
-            if not step.updates and self._lies_apart(asked, held, targets):
-                self.later.append(held.renew)
-                continue
-            self._on.remove(asked)
-            if must_copy(step, held, asked):
-                self._freeze(asked, held)
+        for memory in step.writes:
+            for asked in self._on.pop(memory, ()):
+                held = self.held[asked.value]
+                if not step.updates and self._lies_apart(asked, held, targets):
+                    self._on[memory].append(asked)
+                    self.later.append(held.renew)
+                elif must_copy(step, held, asked):
+                    self._freeze(asked, held)
 
     def before_unseen_writes(self, step: Step) -> None:
         """Copy all that is held, but parameters."""
@@ -211,11 +208,12 @@ class Store:
 
     def holds(self) -> list[tuple[Hold, Held]]:
         """What is held, and may be written later."""
-        return [(asked, self.held[asked.value]) for asked in self._on]
+        return [(asked, self.held[asked.value]) for there in self._on.values() for asked in there]
 
     def has_been_written(self, memories: tuple[int, ...]) -> None:
         """Nobody saw it: it is too late to copy."""
-        self._on = [asked for asked in self._on if asked.memory not in memories]
+        for memory in memories:
+            self._on.pop(memory, None)
         if self.pieces is not None:
             self.pieces.copies.clear()
 
@@ -256,7 +254,8 @@ class Store:
         for value in values:
             del self.held[value]
             self._unplan(value)
-        self._on = [asked for asked in self._on if asked.value in self.held]
+        for there in self._on.values():
+            there[:] = [asked for asked in there if asked.value in self.held]
 
     # ---- random states, numbers and shapes
 
