@@ -290,10 +290,10 @@ def scratch_of(func: Any, args: Any) -> int:
         return 0
     image, weight, *_, groups = args
     _, width, *kernel = weight.shape
-    is_last = image.stride(1) == 1 and not image.is_contiguous()
-    is_small = width == 1 and max(kernel) <= min(3, *image.shape[2:])
-    if groups > 1 and (is_small or not is_last):
-        return 0
+    if groups > 1:
+        is_small = width == 1 and max(kernel) <= min(3, *image.shape[2:])
+        if is_small or image.stride(1) != 1 or image.is_contiguous():
+            return 0
     sides = width, len(weight) // groups
     padded = math.prod([(side + 15) // 16 * 16 for side in sides]) / math.prod(sides)
     return int(weight.nbytes * padded * (1 if weight.itemsize >= 4 else 3))
