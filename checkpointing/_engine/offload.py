@@ -77,7 +77,6 @@ _AT_ONCE = 4
 class Moved(Held):
     """An offloaded tensor: a copy that waits elsewhere. Nobody can write it."""
 
-    is_packed = False  # each fetch makes a tensor, which is not to stay
     sent: Any = None  # the end of the copy
     _coming: Tensor | None = None  # on its way back
 

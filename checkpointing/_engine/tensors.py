@@ -31,10 +31,8 @@ def root_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def is_parameter(tensor: Tensor) -> bool:
-    """Whether a region references this tensor, a parameter or a view of one, rather than saving it
-    (rule 2)."""
-    root = root_of(tensor)
+def is_parameter(root: Tensor) -> bool:
+    """Whether a region references this tensor and its views, rather than saving them (rule 2)."""
     return type(root) is not Tensor and isinstance(root, nn.Parameter)
 
 
@@ -55,7 +53,7 @@ def is_referenced(tensor: Tensor) -> bool:
     grad, which the graph keeps alive anyway."""
     if tensor.requires_grad and not carries_nothing(tensor) and tensor.is_leaf:
         return True
-    return is_parameter(tensor)
+    return is_parameter(root_of(tensor))
 
 
 def check_version(frame: object, name: Name, tensor: Tensor, version: int) -> None:
@@ -68,7 +66,7 @@ def check_version(frame: object, name: Name, tensor: Tensor, version: int) -> No
 class Held:
     """A tensor that a recompute will need."""
 
-    is_packed = True  # whether what is fetched is worth keeping for the next one, and shared
+    is_packed = True  # whether fetching it may cost a copy or a recompute
     is_parameter = False  # whether it is referenced rather than saved
     is_stale = False  # whether it is referenced rather than saved, and has been written since
 

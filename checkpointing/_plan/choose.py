@@ -28,7 +28,7 @@ def choose(stretch: Stretch, peak: int | None = None) -> Filling:
     most = int(least * (1 + _MOST_SLACK)) if peak is None else max(peak, least)
     by_hand, cuts = _by_hand(stretch, tight, most)
     target = by_hand or least
-    if peak is not None:  # the search has stopped a little above what these cuts need
+    if peak is not None:  # the search stops a little above what its cuts need
         target = max(peak, min(target, Filling(stretch, tight).peak))
     best = _filled(cutting, cuts, target)
     if peak is None:
@@ -69,8 +69,8 @@ def choose_first(stretch: Stretch, budget: int) -> Filling:
 
 def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
-    that needs more than `most`; elsewhere, these cuts. What repeats may be a layer and its loss: it
-    is two blocks if that needs much less."""
+    that needs more than `most`; elsewhere, these cuts. What repeats may be a layer and its loss,
+    which are two blocks if that needs much less."""
     peak, ends = 0, {0, stretch.model.count}
     for run in stretch.blocks:
         placed = {*run} - ends

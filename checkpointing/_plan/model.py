@@ -91,6 +91,13 @@ class Model:
         self._split = {path.memory_of[part] for part in path.parts.values()}  # into parts
         for step in path.steps:
             self._add(step)
+        # Steps that hand views of their gradient on: not where one has read a part of a memory.
+        self._joining = {
+            step.index
+            for step in path.steps
+            if step.info.base in _JOINS
+            and self._bytes_of(self.reads[step.index]) <= self._bytes_of(self.made[step.index])
+        }
         for number in range(len(path.slots)):
             self._add_slot(number)
         for number in self._sent.keys() & self.memories.keys():
@@ -262,12 +269,11 @@ class Model:
 
     def _shares_gradient(self, memory: Memory) -> bool:
         """Whether its gradient is that of another memory: an addition hands one to both, and `cat`
-        hands views of its own, unless it has read a part of a memory."""
+        hands views of its own."""
         index = memory.last_read
-        base = self.path.steps[index].info.base
-        if base in _JOINS:
-            return self._bytes_of(self.reads[index]) <= self._bytes_of(self.made[index])
-        if base not in ("add", "add_"):
+        if index in self._joining:
+            return True
+        if self.path.steps[index].info.base not in ("add", "add_"):
             return False
         return any(
             (other.has_gradient, other.last_read, other.nbytes) == (True, index, memory.nbytes)
@@ -297,7 +303,7 @@ class Model:
         read = [self.memories[number] for number in self.reads[index]]
         last = [memory for memory in read if memory.has_gradient and memory.last_read == index]
         first = index
-        for memory in filter(self._shares_gradient, last):
+        for memory in last if index in self._joining else ():
             *_, before, _ = memory.maker, *memory.readers
             if before > memory.maker:
                 yield memory.maker + 1, before, memory.nbytes
@@ -307,24 +313,27 @@ class Model:
     def _added_to_gradients(self, step: Step) -> int:
         """The bytes that the backward of a step adds to gradients that are there already, from
         later readers: each is beside the sum. An addition and a copy hand on the gradient that they
-        got; where a step writes, the gradient it gives takes the place of that one."""
+        got, and the gradient of what a step writes in place is replaced."""
         gives = any(self.memories[number].has_gradient for number in self.made[step.index])
         if step.info.base in ("add", "add_", "clone", *_JOINS) or not gives:
             return 0
-        others = self._split.union(step.writes)
         numbers = [self.path.memory_of[cell] for cell, _ in step.reads]
-        read = [self.memories[n] for n in numbers if n in self.memories and n not in others]
-        given = [memory for memory in read if memory.has_gradient]
+        read = [self.memories[n] for n in numbers if n in self.memories and n not in self._split]
+        others = [memory for memory in read if memory.number not in step.writes]
+        given = [memory for memory in others if memory.has_gradient]
         first = [memory for memory in {*given} if memory.last_read == step.index]
         return sum([m.nbytes for m in given]) - sum([m.nbytes for m in first])
 
-    def _is_broadcast(self, step: Step, nbytes: int) -> bool:
-        """Whether a step that makes so many bytes reads less, which has a gradient."""
+    def _parameters_of(self, step: Step) -> list[int]:
+        """The bytes of each parameter that trains and that a step reads."""
         read = {self.path.memory_of[cell] for cell, _ in step.reads}
-        made = [self.memories[number] for number in read & self.memories.keys()]
-        sizes = [memory.nbytes for memory in made if memory.has_gradient]
-        sizes += [self._gradients[number] for number in read & self._gradients.keys()]
-        return min(sizes, default=nbytes) < nbytes
+        return [self._gradients[number] for number in read & self._gradients.keys()]
+
+    def _broadcasts(self, step: Step, nbytes: int) -> bool:
+        """Whether a step makes so many bytes from something smaller that has a gradient."""
+        read = [self.memories[number] for number in self.reads[step.index]]
+        sizes = [memory.nbytes for memory in read if memory.has_gradient]
+        return min([*sizes, *self._parameters_of(step)], default=nbytes) < nbytes
 
     def _needed_by_backward(self) -> list[Span]:
         """By position to which backward has come: bytes that it works with, beside what is kept or
@@ -339,11 +348,9 @@ class Model:
             if step.func is _torch.CONVOLUTION:
                 # Copies in another layout, about as large as what it reads and makes. (Measured
                 # with oneDNN on a CPU, and with nothing else.)
-                numbers = {self.path.memory_of[cell] for cell, _ in step.reads}
-                weights = sum([self._gradients.get(number, 0) for number in numbers])
-                more = max(read + made + weights, step.scratch)
+                more = max(read + made + sum(self._parameters_of(step)), step.scratch)
             more += self._added_to_gradients(step)
-            if step.info.base in ("mul", "div") and self._is_broadcast(step, made):
+            if step.info.base in ("mul", "div") and self._broadcasts(step, made):
                 more += made  # what is summed up for the gradient of the smaller one
             if more:
                 pending.append((step.index + 1, step.index + 1, more))

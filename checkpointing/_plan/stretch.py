@@ -73,8 +73,8 @@ class Stretch:
         self.positions = sorted(begins.union(self.positions))
 
     def middles(self, run: range) -> list[int]:
-        """Where to cut each block in two, after as many steps in all: the fewest bytes would be
-        kept there, together with what is saved in the larger half."""
+        """Where to cut each block in two, after the same number of steps in each: where what is
+        kept at the cuts, and what the larger half of a block saves, are the fewest bytes."""
         saved, first, last = self._saved_before, run[-2], run[-1]
 
         def need(n: int) -> int:

@@ -26,7 +26,7 @@ _FEW = 1 << 16  # bytes of decisions that are always held; else an eighth of wha
 def find_decisions(known: Memories, step: Step, store: Store) -> None:
     """Note which results of a new step are sure, and the decisions that it takes or reads. They are
     held, so the bytes of all decisions in a run are limited."""
-    cells = dict(step.memories)
+    cells = [cell for cell, _ in step.memories]
     unsure = {
         value: known.tensor_in(value[0]) for value in step.reads if not known.is_sure(value[0])
     }

@@ -12,7 +12,8 @@ class History:
     nbytes = 0  # that the last whole block made, and autograd saved
     alive_at_first = 0.0  # bytes that may be alive where the first piece ends,
     most_alive = 0.0  # and where a later one does
-    # A backward inside a block may bring back what only the same piece would know again.
+    # Whether blocks are never taken in pieces: a backward inside a block may bring back what only
+    # the same piece would know again.
     stays_whole = False
     # Of the last runs; another thread may be in one, too.
     _new: tuple[bool, ...] = ()

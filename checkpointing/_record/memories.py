@@ -110,13 +110,19 @@ class Memories:
             if step.is_view and not step.effect and memory.state is OUTSIDE:
                 base = step.reads[0][0]  # on the same memory, unless that is sparse
                 memory.there[cell] = self.memory_of[base].there[base]
-        for number, _ in step.states if step.info.gathers else ():
-            gathered = self._memories[number]
-            gathered.is_lent = gathered.is_parameter = True
-        for memory in self._memories.values() if step.event is UNSEEN else ():
-            if not memory.is_parameter:  # anything else may have been written
+        if step.info.gathers:
+            for number, _ in step.states:
+                gathered = self._memories[number]
+                gathered.is_lent = gathered.is_parameter = True
+        if step.event is UNSEEN:
+            self._write_unseen(step.index)
+
+    def _write_unseen(self, index: int) -> None:
+        """Anything but parameters may have been written."""
+        for memory in self._memories.values():
+            if not memory.is_parameter:
                 memory.state = OUTSIDE
-                memory.write(step.index)
+                memory.write(index)
 
     def is_sure(self, cell: int) -> bool:
         """Whether a replay gives the same again in a cell."""

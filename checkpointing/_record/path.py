@@ -33,7 +33,8 @@ class Path:
         self.differentiable: set[int] = set()  # memories from outside
         # By cell: the part that it shows of what an operator has made and another one has split.
         self.parts: dict[int, int] = {}
-        self._plain: set[int] = set()  # cells of what steps have made, and views of it in parts
+        # Cells of what steps have made, and of views of that without overlaps.
+        self._plain: set[int] = set()
         self._maker: dict[int, int] = {}
         # By cell of what shares memory with an argument: that argument.
         self._bases: dict[int, int] = {}

@@ -80,7 +80,7 @@ class Pieces:
     def __init__(self) -> None:
         self._written: set[int | None] = set()  # storages from outside
         self.copies = _torch.Copies()  # of what has not been written since
-        # By storage: weak references to what is held.
+        # By storage: weak references to what is held, and how that was asked for.
         self._held: dict[int | None, list[tuple[Any, Hold]]] = defaultdict(list)
 
     def leave(self, holds: Iterable[tuple[Hold, Held]]) -> None:
@@ -98,8 +98,8 @@ class Pieces:
                 del self._held[storage]
 
     def copy_of(self, asked: Hold, tensor: Tensor) -> Held | None:
-        """A copy, the same for all pieces until something is written, where earlier pieces have
-        written: so may the next block before backward."""
+        """A copy, the same for all pieces until something is written; None where no earlier piece
+        has written. (Where one has, the next block may write before backward.)"""
         if asked.is_parameter or asked.is_hidden:
             return None
         if _torch.storage_of(tensor) not in self._written:

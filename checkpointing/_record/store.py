@@ -111,18 +111,20 @@ class Store:
             if copied:
                 self.held[asked.value] = copied
                 return
-            # In a backward inside the block, which a rerun of the enclosing region may meet at
-            # another time.
-            is_apart = (thread.depth, _torch.graph_task_id()) != (self._depth, self.task)
             hooks = self.hooks
             # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`).
-            if asked.is_hidden or asked.is_lent or is_apart:
+            if asked.is_hidden or asked.is_lent or (hooks is not None and self._is_apart()):
                 hooks = None
             self._hold_as(asked, tensor, hooks, asked.reader or "a tensor that it saved")
             if asked.is_lent:
                 self.held[asked.value].is_parameter = True
         if asked.is_copied:
             self.held[asked.value].freeze(lambda: _torch.copy(tensor))
+
+    def _is_apart(self) -> bool:
+        """Whether a backward inside the block runs, which a rerun of the enclosing region may meet
+        at another time."""
+        return (thread.depth, _torch.graph_task_id()) != (self._depth, self.task)
 
     def refer(self, asked: Hold, parameter: Tensor) -> None:
         """Hold a parameter by itself."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import _torch, errors
-from .._engine import Frame, Task, Undo, described
+from .._engine import Frame, Moved, Task, Undo, described
 from .._plan import Found, Instruction, Window
 from .._record import Like, shapes_of, tensors_of
 
@@ -40,7 +40,8 @@ class Work(Task):
             tensor = held.fetch(where)
             if held.is_parameter and was_given_back(tensor):
                 raise errors.given_back(where, tensor.shape)
-            if held.is_packed:  # else it can be fetched again
+            # Else it can be fetched again.
+            if held.is_packed and type(held) is not Moved:
                 self.memory[held] = tensor
         return tensor
 

@@ -31,14 +31,7 @@ from .._engine import (
     warn,
 )
 from .._plan import Group, Plan, attach, plan_of
-from .._record import (
-    Ends,
-    Path,
-    Pieces,
-    Run,
-    Value,
-    size_pieces,
-)
+from .._record import Ends, Path, Pieces, Run, Value, size_pieces
 from .execution import Execution, Work, was_given_back
 
 _MUCH, _NEARLY_ALL = 1 << 26, 0.9  # bytes that a block saves, and the part that backward needs
@@ -228,7 +221,8 @@ class Replay(Frame):
         self.run.announce(tensor)
 
     def at_hand(self, holder: Holder) -> Tensor | None:
-        """A value that is held by itself: nothing to compute, nothing to share."""
+        """What needs no window: a value that is held by itself, or a subclass put together from
+        its parts, which have holders of their own."""
         slot = holder.saved
         if type(slot) is Wrapped:
             return slot.unwrapped()

@@ -24,6 +24,7 @@ from .._engine import (
     is_parameter,
     named,
     put_together,
+    root_of,
     take_apart,
     tensors_in,
     within,
@@ -116,7 +117,7 @@ class Repeated(Region):
         self._frame: Frame = frame
 
     def keep(self, tensor: Tensor) -> Tensor:
-        if is_parameter(tensor):
+        if is_parameter(root_of(tensor)):
             return tensor
         pin: Pin | None = next(self._pins, None)
         if pin is None:  # the forward still runs, and has not come so far

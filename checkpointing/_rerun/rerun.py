@@ -37,6 +37,7 @@ from .._engine import (
     note_written,
     put_together,
     rngs_of,
+    root_of,
     take_apart,
     tensors_in,
     thread,
@@ -154,7 +155,7 @@ class Rerun(Region, Call, Slots):
                 raise errors.unseen_dropout(self, module)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        if is_parameter(tensor):
+        if is_parameter(root_of(tensor)):
             return tensor
         if isinstance(self.outer, Rerun | Repeated):
             # Its rerun enters this region again, which must then meet the same value.

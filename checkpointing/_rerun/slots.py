@@ -35,6 +35,7 @@ from .._engine import (
     Task,
     check_version,
     identity,
+    is_parameter,
     named,
     reader,
     user_line,
@@ -292,10 +293,10 @@ def whole_parameter(shown: Shown) -> Tensor | None:
 def parameter_in(tensor: Tensor) -> Shown | None:
     """The parameter that a tensor is, or is a view of."""
     root: Any = tensor._base if type(tensor) is Tensor else tensor
-    if type(root) is Tensor or not isinstance(root, nn.Parameter):
+    if not is_parameter(root):
         return None
     # One that trains lives as long as the graph, which ends in it. A frozen one may go.
-    ref: Any = _ref(root)
+    ref = _ref(root)
     return id(ref), tensor._version, root is tensor, ref
 
 

@@ -283,9 +283,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def scratch_of(func: Any, args: Any) -> int:
-    """What the backward of a convolution works with on a CPU for the gradient of the weight: oneDNN
-    pads channels to 16, and sums up in float32. (Measured with AVX-512. Of groups, only if the
-    input has its channels last; small depthwise kernels take another way.)"""
+    """The bytes that oneDNN works with on a CPU for the gradient of a convolution's weight: it pads
+    channels to 16 and accumulates in float32. With groups, it does so only if the input is
+    channels-last, and not for depthwise kernels of up to 3 x 3. (Measured with AVX-512.)"""
     if func is not CONVOLUTION or not args[0].is_cpu:
         return 0
     image, weight, *_, groups = args
