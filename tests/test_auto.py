@@ -5,6 +5,7 @@ import gc
 import itertools
 import math
 import re
+import sys
 import warnings
 
 import oracle
@@ -694,6 +695,23 @@ def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():
     for _ in range(3):
         run(forward).backward()
     assert later == run.scope.stats
+
+
+def test_every_row_of_a_stack_takes_as_long_to_record_and_plan():
+    weight = torch.randn(16, 16, requires_grad=True)
+
+    def calls_with(n):
+        run, calls = scoped(lambda x: torch.stack([row @ weight for row in x]).tanh().sum()), []
+        x = torch.randn(n, 32, 16)
+        sys.setprofile(lambda *_: calls.append(None))
+        try:
+            run(x).backward()
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    calls_with(8)
+    assert calls_with(200) <= 2.2 * calls_with(100)
 
 
 class Adapted(nn.Module):

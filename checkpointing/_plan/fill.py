@@ -11,7 +11,8 @@ before. In backward, beside what it works with, each of these is there:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
+from functools import cache
 from itertools import accumulate, pairwise
 from operator import add
 
@@ -163,7 +164,7 @@ class Filling:
         forward = [*accumulate([0, *reversed(self.forward)], max)][::-1]
         order = 1 if self.model.is_part else -1
         before, added, backward = self.nbytes, 0, self.peaks
-        worths = {index: self._worth(index, self._results(index)) for index in self.again}
+        worths = self._worths()
         for index in sorted(worths, key=lambda index: (-worths[index], order * index)):
             made = self._results(index)
             if not made:
@@ -187,8 +188,16 @@ class Filling:
         is_possible = all(self.memories[number].final == index + 1 for number in made)
         return made if is_possible else set()
 
-    def _worth(self, index: int, made: Set[int]) -> float:
-        """Operations saved per byte."""
+    def _worths(self) -> dict[int, float]:
+        """Of the steps that run again: operations saved per byte, if the results are kept."""
+
+        @cache  # the base of thousands of views has thousands of readers
+        def readers_of(number: int) -> Set[int]:
+            return self.again.intersection(self.memories[number].readers)
+
+        return {index: self._worth(index, self._results(index), readers_of) for index in self.again}
+
+    def _worth(self, index: int, made: Set[int], readers_of: Callable[[int], Set[int]]) -> float:
         memories, again, saved = self.memories, self.again, self.stretch.saved
         gone, stack = {index}, [index]
         while stack and len(gone) < _FAR:
@@ -196,7 +205,7 @@ class Filling:
                 memory = memories[number]
                 if number in self.kept or (number in saved and number not in made):
                     continue
-                if not (number in made or gone.issuperset(again.intersection(memory.readers))):
+                if not (number in made or gone.issuperset(readers_of(number))):
                     continue
                 if memory.maker in again and memory.maker not in gone:
                     gone.add(memory.maker)

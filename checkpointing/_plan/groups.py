@@ -178,7 +178,8 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
     parameters and their views if the same operator saves them, what is drawn from nothing (the
     masks of dropout), and views of what that group starts from, too. Backward needs that group for
     longer, so no input is held for longer than before. Views that were saved before all else join
-    the first group if it starts from their base alone."""
+    the first group if it starts from their base alone. What views remain of a base are one group:
+    it is held for all of them anyway."""
     found: list[list[int]] = []
     small: list[tuple[list[int], Set[Value]]] = []
     # By slot: its group, and the inputs and kept values that this starts from.
@@ -193,6 +194,7 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
             found.append(slots)
         else:
             small.append((slots, inputs))
+    views: dict[frozenset[Value], list[int]] = defaultdict(list)
     order = sorted(hosts)
     for slots, inputs in small:
         before, saver = bisect_right(order, min(slots)) - 1, path.saved_after[min(slots)]
@@ -201,6 +203,8 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
         host, held = hosts[(beside or around)[0]] if around else (slots, frozenset())
         if around and (not inputs or (inputs <= held if before >= 0 else inputs == held)):
             host += slots
+        elif inputs:
+            views[frozenset(inputs)] += slots
         else:
             found.append(slots)
-    return [sorted(slots) for slots in found]
+    return [sorted(slots) for slots in [*found, *views.values()]]

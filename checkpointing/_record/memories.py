@@ -6,6 +6,7 @@ Invariant: it follows from the path alone, so it is found again when a run leave
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
@@ -59,6 +60,8 @@ class Memories:
         self._names: dict[int, int] = {}  # by id of a tensor: its cell
         self._places: dict[int | None, Memory] = {}  # by storage
         self._alive: set[int] = set()  # memories that steps have made
+        self._left: set[int] = set()  # memories on which a tensor has died since the last step
+        self._watches: list[ref[Tensor]] = []
         for step, saves in steps:
             self._add_met(step)
             self.add(step)
@@ -70,6 +73,7 @@ class Memories:
                 if slot.is_read and slot.holds:
                     memory.state = OUTSIDE
                 self.has_saved(memory)
+        self._left.update(self._alive)  # nobody has watched those that are dead
 
     def _add_met(self, here: Step | Slot) -> None:
         for first in here.firsts:
@@ -150,6 +154,8 @@ class Memories:
         if tensor is not None:
             self._names[id(tensor)] = cell
             self._places[_storage_of(tensor)] = memory
+            left, number = self._left, memory.number
+            self._watches.append(ref(tensor, lambda _: left.add(number)))
 
     def tensor_in(self, cell: int) -> Any:
         cells = self._cells
@@ -192,9 +198,11 @@ class Memories:
 
     def find_gone(self, step: Step) -> None:
         """Note the memories of recorded operators that nobody holds any more after a step."""
-        gone = [n for n in self._alive if next(self._tensors_of(self._memories[n]), None) is None]
-        self._alive.difference_update(gone)
-        step.gone = tuple(gone)
+        left = self._left & self._alive
+        self._left.difference_update(left)  # nothing that another thread adds meanwhile
+        memories = [self._memories[number] for number in sorted(left)]
+        step.gone = tuple(m.number for m in memories if next(self._tensors_of(m), None) is None)
+        self._alive.difference_update(step.gone)
 
     def value(self, cell: int) -> Value:
         """What is in a cell: as the last step left it that wrote to any part of its memory."""
