@@ -614,6 +614,23 @@ def test_a_state_that_is_written_in_place_is_kept():
     assert stats.ops_replayed <= 1.01 * stats.ops_recorded  # each once, and a few views
 
 
+@pytest.mark.parametrize(("update", "most"), [("lerp", 1.1), ("lerp_", 9)])
+def test_a_state_that_all_layers_update_is_not_kept_if_that_is_in_place(update, most):
+    weight = torch.randn(16, 16, requires_grad=True)
+
+    def forward():
+        x, mean = torch.randn(64, 16), torch.zeros(64, 16)
+        for _ in range(60):
+            x = (x @ weight).tanh() + x
+            mean = getattr(mean, update)(x.detach(), 0.1)
+            x = x - 0.1 * mean
+        return x.sum()
+
+    loss, block = known(forward)
+    loss.backward()
+    assert most / 3 <= block.stats.ops_replayed / block.stats.ops_recorded <= most
+
+
 def test_noise_that_all_layers_read_may_be_drawn_in_the_block():
     """It is kept, as if it had been drawn before: else the window of the first layer, which makes
     it, would be there from the beginning of backward."""

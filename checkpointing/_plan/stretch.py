@@ -68,9 +68,11 @@ class Stretch:
         return [run for run in found if self._are_worth_it(run)]
 
     def allow_cuts_at_blocks(self) -> None:
-        """Blocks may begin where more crosses than at other positions."""
-        begins = {at for run in self.blocks for at in run if 0 < at < self.model.count}
-        self.positions = sorted(begins.union(self.positions))
+        """Blocks may begin where more crosses than at other positions. Of very many, as of the steps
+        of a solver, only every second one is looked at, or fewer."""
+        begins = sorted({at for run in self.blocks for at in run if 0 < at < self.model.count})
+        every = 1 + len(begins) // (_MOST_BLOCKS + 1)
+        self.positions = sorted({*self.positions, *begins[::every]})
 
     def middles(self, run: range) -> list[int]:
         """Where to cut each block in two, after the same number of steps in each: where what is
@@ -100,4 +102,5 @@ def _is_low(before: int, here: int, after: int) -> bool:
 
 _MUCH = 1.5  # times: a step that leaves so much less is worth a cut before it
 _MOST_CANDIDATES = 96
+_MOST_BLOCKS = 192  # that are looked at; the time to find cuts is quadratic in them
 _PER_MEMORY = 512  # bytes for which it is not worth it to hold one memory more
