@@ -825,6 +825,8 @@ def test_one_row_that_is_joined_to_something_has_a_gradient_of_the_whole():
     ("layer", "has_channels_last"),
     [
         (nn.Conv2d(96, 192, 3, 2, 1), False),
+        (nn.Conv2d(96, 24, 2, 2), False),
+        (nn.Sequential(nn.Flatten(2), nn.Conv1d(96, 24, 3)), True),
         (nn.Conv2d(96, 96, 7, padding=3, groups=96), True),
     ],
     ids=str,

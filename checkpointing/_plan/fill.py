@@ -195,7 +195,8 @@ class Filling:
         def readers_of(number: int) -> Set[int]:
             return self.again.intersection(self.memories[number].readers)
 
-        return {index: self._worth(index, self._results(index), readers_of) for index in self.again}
+        found = {index: self._results(index) for index in self.again}
+        return {index: self._worth(index, made, readers_of) for index, made in found.items()}
 
     def _worth(self, index: int, made: Set[int], readers_of: Callable[[int], Set[int]]) -> float:
         memories, again, saved = self.memories, self.again, self.stretch.saved

@@ -37,6 +37,9 @@ class Stretch:
         self.reads = [(*filter(self.dear.__contains__, read),) for read in model.reads]
         # Of as many bytes, few memories are better than many.
         spans = [(m.maker + 1, m.last_read, m.cost + _PER_MEMORY) for m in dear if m.cost]
+        # What a step is still to write (`x = norm(x); x *= mask`) can't be held yet.
+        writes = [m for m in dear if m.maker + 1 < m.final <= m.last_read]
+        spans += [(m.maker + 1, m.final - 1, m.cost) for m in writes]
         self.crossing = model.sums(spans)
         saved = [(at, model.count, self.memories[n].cost) for n, at in self.saved.items()]
         self._saved_before = model.sums(saved)  # bytes, by position; also those wanted there
@@ -44,19 +47,22 @@ class Stretch:
 
     def _candidates(self) -> list[int]:
         """The ends, and positions that little crosses, or much less after the next step: in each
-        part, the one that the fewest bytes cross. Parts are even in steps and in saved bytes
-        together, since a stem may save most of the bytes in a few steps."""
+        part, the one that the fewest bytes cross, and one before a step whose backward works with
+        the most bytes, such as a convolution: what was saved before should not be there then. Parts
+        are even in steps and in saved bytes together, since a stem may save most of the bytes in a
+        few steps."""
         crossing, count = self.crossing, self.model.count
         found = [
             p
             for p in range(1, count)
             if self.model.made[p - 1] and _is_low(*crossing[p - 1 : p + 2])
         ]
-        there = self._saved_before
-        best: dict[int, int] = {}  # by part
+        there, backward = self._saved_before, self.model.backward
+        most = max(backward)
+        best: dict[tuple[int, bool], int] = {}  # by part
         for p in sorted(found, key=crossing.__getitem__):
             far = p / count + there[p] / max(1, there[count])
-            best.setdefault(int(far / 2 * _MOST_CANDIDATES), p)
+            best.setdefault((int(far / 2 * _MOST_CANDIDATES), 2 * backward[p] >= most), p)
         return [0, *sorted(best.values()), count]
 
     @cached_property

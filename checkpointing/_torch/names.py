@@ -283,20 +283,26 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def scratch_of(func: Any, args: Any) -> int:
-    """The bytes that oneDNN works with on a CPU for the gradient of a convolution's weight: it pads
-    channels to 16 and accumulates in float32. With groups, it does so only if the input is
-    channels-last, and not for depthwise kernels of up to 3 x 3. (Measured with AVX-512.)"""
+    """The bytes that oneDNN works with on a CPU for the gradients of a convolution. It has two copies
+    of an input, also where a stride makes the result smaller; in one dimension, and contiguous ones
+    besides. For the gradient of the weight, it pads channels to 16 and accumulates in float32: with
+    groups, only if the input is channels-last, and not for depthwise kernels of up to 3 x 3.
+    (Measured with AVX-512.)"""
     if func is not CONVOLUTION or not args[0].is_cpu:
         return 0
     image, weight, *_, groups = args
     _, width, *kernel = weight.shape
+    if len(kernel) == 1 and not image.is_contiguous():
+        return 4 * int(image.nbytes)
     if groups > 1:
         is_small = width == 1 and max(kernel) <= min(3, *image.shape[2:])
         if is_small or image.stride(1) != 1 or image.is_contiguous():
             return 0
     sides = width, len(weight) // groups
     padded = math.prod([(side + 15) // 16 * 16 for side in sides]) / math.prod(sides)
-    return int(weight.nbytes * padded * (1 if weight.itemsize >= 4 else 3))
+    is_copied = groups == 1 and max(kernel) > 1 and image.is_contiguous()
+    copies = 2 * image.nbytes if is_copied else 0
+    return int(max(copies, weight.nbytes * padded * (1 if weight.itemsize >= 4 else 3)))
 
 
 # The context manager costs more than the setting.
