@@ -222,6 +222,33 @@ def test_many_steps_leave_no_growth(word):
     assert len(gc.get_objects()) - before <= 2
 
 
+class Remembers(torch.nn.Module):
+    """As models do that show their attention maps, and as the old `nn.utils.weight_norm` does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(3))
+
+    def forward(self, x):
+        self.map = (x @ self.weight).sin()
+        return self.map @ self.weight
+
+
+@WORD
+def test_a_module_that_remembers_a_tensor_of_the_recompute_dies(word):
+    module = Remembers()
+    dead = weakref.ref(module)
+    fn = apply(word, lambda x: module(x))
+    x = leaf(3, 3) * 1
+    canary = weakref.ref(x)
+    fn(x).sum().backward()
+    del x
+    assert canary() is None
+    del module, fn
+    gc.collect()  # a module is a cycle if a hook knows it
+    assert dead() is None
+
+
 def test_code_that_a_program_makes_is_not_remembered_forever():
     """Some programs make functions at every step: a recorded region knows the latest of them."""
     made = []

@@ -191,6 +191,8 @@ class Rerun(Region, Call, Slots):
                 thread.region = Repeated(self)
             calling.call(partial(context.run, function, *args, **kwargs))
         finally:
+            # Its hooks live as long as the graph of the call, perhaps in an attribute of a module.
+            vars(calling).clear()
             undo_all(undo)
 
     def holdings(self) -> Iterable[Holding]:
