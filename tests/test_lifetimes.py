@@ -238,7 +238,7 @@ class Remembers(torch.nn.Module):
 def test_a_module_that_remembers_a_tensor_of_the_recompute_dies(word):
     module = Remembers()
     dead = weakref.ref(module)
-    fn = apply(word, lambda x: module(x))
+    fn = apply(word, module.forward)
     x = leaf(3, 3) * 1
     canary = weakref.ref(x)
     fn(x).sum().backward()

@@ -74,8 +74,8 @@ class Stretch:
         return [run for run in found if self._are_worth_it(run)]
 
     def allow_cuts_at_blocks(self) -> None:
-        """Blocks may begin where more crosses than at other positions. Of very many, as of the steps
-        of a solver, only every second one is looked at, or fewer."""
+        """Blocks may begin where more crosses than at other positions. Of very many, such as the
+        steps of a solver, only every second one is looked at, or fewer."""
         begins = sorted({at for run in self.blocks for at in run if 0 < at < self.model.count})
         every = 1 + len(begins) // (_MOST_BLOCKS + 1)
         self.positions = sorted({*self.positions, *begins[::every]})

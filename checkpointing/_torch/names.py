@@ -283,11 +283,11 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def scratch_of(func: Any, args: Any) -> int:
-    """The bytes that oneDNN works with on a CPU for the gradients of a convolution. It has two copies
-    of an input, also where a stride makes the result smaller; in one dimension, and contiguous ones
-    besides. For the gradient of the weight, it pads channels to 16 and accumulates in float32: with
-    groups, only if the input is channels-last, and not for depthwise kernels of up to 3 x 3.
-    (Measured with AVX-512.)"""
+    """The bytes that oneDNN works with on a CPU for the gradients of a convolution. It copies an
+    input twice, also where a stride makes the result smaller; in one dimension, what is not
+    contiguous is copied before. For the gradient of the weight, it pads channels to 16 and
+    accumulates in float32: with groups, only if the input is channels-last, and not for depthwise
+    kernels of up to 3 x 3. (Measured with AVX-512.)"""
     if func is not CONVOLUTION or not args[0].is_cpu:
         return 0
     image, weight, *_, groups = args
