@@ -47,10 +47,10 @@ class Stretch:
 
     def _candidates(self) -> list[int]:
         """The ends, and positions that little crosses, or much less after the next step: in each
-        part, the one that the fewest bytes cross, and one before a step whose backward works with
-        the most bytes, such as a convolution: what was saved before should not be there then. Parts
-        are even in steps and in saved bytes together, since a stem may save most of the bytes in a
-        few steps."""
+        part, the one that the fewest bytes cross, and one before a step that leaves so much less,
+        and whose backward works with the most bytes (a convolution with a stride): what was saved
+        before should not be there then. Parts are even in steps and in saved bytes together, since
+        a stem may save most of the bytes in a few steps."""
         crossing, count = self.crossing, self.model.count
         found = [
             p
@@ -62,7 +62,8 @@ class Stretch:
         best: dict[tuple[int, bool], int] = {}  # by part
         for p in sorted(found, key=crossing.__getitem__):
             far = p / count + there[p] / max(1, there[count])
-            best.setdefault((int(far / 2 * _MOST_CANDIDATES), 2 * backward[p] >= most), p)
+            is_before_most = backward[p] >= _NEARLY * most and crossing[p] > crossing[p + 1]
+            best.setdefault((int(far / 2 * _MOST_CANDIDATES), is_before_most), p)
         return [0, *sorted(best.values()), count]
 
     @cached_property
@@ -107,6 +108,7 @@ def _is_low(before: int, here: int, after: int) -> bool:
 
 
 _MUCH = 1.5  # times: a step that leaves so much less is worth a cut before it
+_NEARLY = 0.8  # of the most bytes that a step's backward works with
 _MOST_CANDIDATES = 96
 _MOST_BLOCKS = 192  # that are looked at; the time to find cuts is quadratic in them
 _PER_MEMORY = 512  # bytes for which it is not worth it to hold one memory more
