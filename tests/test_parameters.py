@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import RERUNS, WAYS, Programs, data, integers as leaf, rerun, same, same_bits
+from oracle import RERUNS, WAYS, Programs, data, integers as leaf, plain, rerun, same, same_bits
 from torch import nn
 
 from checkpointing import ChangedError, MismatchError, checkpointed, is_recomputing
@@ -256,6 +256,29 @@ def test_parameters_that_are_read_are_guarded(door, name, how):
     match = rf"parameter .*{name.split('.')[-1]}|{name}" if door in RERUNS else None
     with pytest.raises(ChangedError, match=match):
         (one.sum() + two.sum()).backward()
+
+
+@pytest.mark.parametrize("door", [*RERUNS, "replay", "scope"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_saved_parameter_trains_as_in_the_forward(door, frozen):
+    """Or it is refused: the recompute of a frozen discriminator that has been thawed would save the
+    input, too, which is as large as the result of `sigmoid`."""
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Sigmoid())
+    x = leaf(4, 4)
+
+    def step(door):
+        x.grad = None
+        net.requires_grad_(not frozen)
+        loss = door(lambda x: net(x * 1))(x).square().sum()
+        net.requires_grad_(frozen)
+        loss.backward()
+        return x.grad
+
+    if door in RERUNS:
+        with pytest.raises(ChangedError, match=r"`requires_grad` of the parameter .*0\.weight"):
+            step(WAYS[door])
+    else:
+        same(step(WAYS[door]), step(plain))
 
 
 @program(*RERUNS, "replay")

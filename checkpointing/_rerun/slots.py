@@ -176,7 +176,7 @@ class Calling:
         whole = found = None
         if saved is not None:
             whole = whole_parameter(saved)
-            if whole is given and given._version == saved[1]:
+            if whole is given and saved[1:3] == (given._version, given.requires_grad):
                 return  # the same parameter, which is at hand
         if type(given) is not Tensor or given._base is not None:
             found = parameter_in(given)
@@ -199,6 +199,8 @@ class Calling:
         (then, must_stay), (now, must_be) = map(self._described, (saved, found))
         if saved is not None and found is not None:
             if saved[0] == found[0]:
+                if saved[2] is not found[2]:  # so other tensors are saved around it
+                    raise errors.changed(frame, f"`requires_grad` of {now}")
                 raise errors.changed(frame, now, saved[1], found[1])
             if not (must_stay or must_be):
                 return
@@ -208,7 +210,7 @@ class Calling:
         """A parameter for messages, and whether it trains and existed before the region."""
         if shown is None:
             return "no parameter", False
-        parameter = shown[3]()
+        parameter = shown[-1]()
         if parameter is None:
             return "a parameter that is gone", False
         is_known = self.frame.name_of(parameter) is not None
@@ -251,7 +253,7 @@ class Slots(Frame):
         holder.saved = None
         if type(tensor) is not Tensor or tensor._base is not None:
             shown = holder.saved = parameter_in(tensor)
-            if shown is not None and tensor.requires_grad and shown[2]:
+            if shown is not None and tensor.requires_grad and shown[3]:
                 check = None  # it is compared by identity
         if check is not None:
             holder.metadata = check(tensor)
@@ -286,7 +288,7 @@ class Slots(Frame):
 
 def whole_parameter(shown: Shown) -> Tensor | None:
     """The parameter itself, if all of it was saved, and it is still there."""
-    _, _, is_whole, parameter = shown
+    *_, is_whole, parameter = shown
     return parameter() if is_whole else None
 
 
@@ -297,9 +299,9 @@ def parameter_in(tensor: Tensor) -> Shown | None:
         return None
     # One that trains lives as long as the graph, which ends in it. A frozen one may go.
     ref = _ref(root)
-    return id(ref), tensor._version, root is tensor, ref
+    return id(ref), tensor._version, root.requires_grad, root is tensor, ref
 
 
-# The identity of a parameter, its version, whether it is all of it, and itself: last, so that no
-# two parameters are compared.
-Shown = tuple[int, int, bool, _ref[Tensor]]
+# The identity of a parameter, its version, whether it trains, whether it is all of it, and itself:
+# last, so that no two parameters are compared.
+Shown = tuple[int, int, bool, bool, _ref[Tensor]]
