@@ -32,7 +32,7 @@ from .._engine import (
     unpack,
     warn,
 )
-from .._record import Placement, Run, program_of
+from .._record import Run, program_of
 from .._replay import Replay
 from .._rerun import PreserveRngState, Rerun, call_within
 from . import reentrant as _reentrant
@@ -489,7 +489,7 @@ class _Block:
             # A rerun around the block, ours or torch's, expects the same slots in each run,
             # whatever has been planned.
             run.holds_planned = not (is_internal(hooks) or _torch.are_of_checkpoint(hooks))
-        elif placement == Placement(None):
+        elif placement is not None and placement.may_be_pieces():
             frame.allow_pieces()
         if is_noted:
             run.note, run.is_noted, frame.notes = note, True, Notes()
@@ -633,7 +633,8 @@ class checkpoint_scope:
         region = region_of(frame)
         kept = sum(t.nbytes for t in region.held if t.kind not in ("input", "random state"))
         recorded, cuts = frame.counts()
-        placement = frame.run.store.placement
+        policy = self._options.policy
+        placement = policy and policy.placement
         return Stats(
             recorded,
             frame.replayed,

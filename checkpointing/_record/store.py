@@ -40,6 +40,11 @@ class Placement(NamedTuple):
     place: Destination | None = None  # where they are kept
     peak: int | None = None  # bytes that the step may need
 
+    def may_be_pieces(self) -> bool:
+        """Whether a block may be taken in pieces: they need about the least peak, and nobody counts
+        what they keep."""
+        return self.budget is None and self.place is None
+
 
 class Store:
     """The values that a run holds, and what else differs from run to run."""
