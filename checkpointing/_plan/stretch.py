@@ -47,10 +47,10 @@ class Stretch:
 
     def _candidates(self) -> list[int]:
         """The ends, and positions that little crosses, or much less after the next step: in each
-        part, the one that the fewest bytes cross, and one before a step that leaves so much less,
-        and whose backward works with the most bytes (a convolution with a stride): what was saved
-        before should not be there then. Parts are even in steps and in saved bytes together, since
-        a stem may save most of the bytes in a few steps."""
+        part, the one that the fewest bytes cross, and one before a step whose backward works with
+        most bytes of all, and with many more than others (a convolution with a stride): what was
+        saved before should not be there then. Parts are even in steps and in saved bytes together,
+        since a stem may save most of the bytes in a few steps."""
         crossing, count = self.crossing, self.model.count
         found = [
             p
@@ -62,8 +62,8 @@ class Stretch:
         best: dict[tuple[int, bool], int] = {}  # by part
         for p in sorted(found, key=crossing.__getitem__):
             far = p / count + there[p] / max(1, there[count])
-            is_before_most = backward[p] >= _NEARLY * most and crossing[p] > crossing[p + 1]
-            best.setdefault((int(far / 2 * _MOST_CANDIDATES), is_before_most), p)
+            is_dear = backward[p] >= max(_NEARLY * most, 2 * backward[p - 1])
+            best.setdefault((int(far / 2 * _MOST_CANDIDATES), is_dear), p)
         return [0, *sorted(best.values()), count]
 
     @cached_property
