@@ -345,11 +345,7 @@ class Model:
                 pending += self._gradients_of_joined(step.index, made)
             read = self._bytes_of(self.reads[step.index])
             more = _DERIVATIVES.get(step.info.base, 0) * read
-            if step.func is _torch.CONVOLUTION:
-                # Copies in another layout, about as large as what it reads and makes. (Measured
-                # with oneDNN on a CPU, and with nothing else.)
-                more = max(read + made + sum(self._parameters_of(step)), step.scratch)
-            more += self._added_to_gradients(step)
+            more += int(step.scratch * self.scale) + self._added_to_gradients(step)
             if step.info.base in ("mul", "div") and self._broadcasts(step, made):
                 more += made  # what is summed up for the gradient of the smaller one
             if more:

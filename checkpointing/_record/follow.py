@@ -284,7 +284,7 @@ class Follower(TorchDispatchMode, Position, Region):
     def _add_new(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
         if self.store.placement is not None:
             step.flops = _torch.flops_of(step.func, args, kwargs, result)
-            step.scratch = _torch.scratch_of(step.func, args)
+            step.scratch = _torch.scratch_of(step.func, args, result)
         self._add(step)
 
     # ---- what a run does beside following
