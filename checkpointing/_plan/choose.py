@@ -78,7 +78,10 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
         blocks = Filling(stretch, sorted(placed))
         if blocks.peak > most:
             continue
-        parts = Filling(stretch, sorted(placed.union(stretch.middles(run)) - ends))
+        ways = [
+            sorted(placed.union(more) - ends) for more in (stretch.middles(run), stretch.lows(run))
+        ]
+        parts = min([Filling(stretch, way) for way in ways], key=lambda way: way.peak)
         best = parts if parts.peak < _MUCH_LESS * blocks.peak else blocks
         peak, cuts = best.peak, best.cuts
     return peak, cuts

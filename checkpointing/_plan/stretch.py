@@ -93,6 +93,13 @@ class Stretch:
         after = min(range(1, run.step + 1), key=need)
         return [at + after for at in run[:-1]]
 
+    def lows(self, run: range) -> list[int]:
+        """Where to cut blocks that are themselves made of blocks (a stage of a pyramid): after the
+        same numbers of steps in each, where no more crosses than at their beginnings."""
+        sums = [sum([self.crossing[at + n] for at in run[:-1]]) for n in range(run.step + 1)]
+        after = [n for n in range(1, run.step) if sums[n] <= min(sums[0], sums[n - 1] - 1)]
+        return [at + n for at in run[:-1] for n in after]
+
     def _are_worth_it(self, run: range) -> bool:
         saved = [number for number, at in self.saved.items() if run[0] <= at < run[-1]]
         return 2 * sum([self.crossing[at] for at in run[:-1]]) <= self.cost(saved)
