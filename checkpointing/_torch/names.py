@@ -285,18 +285,19 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 def scratch_of(func: Any, args: Any, result: Any) -> int:
     """The bytes that the backward of a convolution works with, beside gradients: copies in another
     layout. On a CPU, oneDNN copies an input twice where there is a stride, and before all else, in
-    one dimension, what is not contiguous. For the gradient of the weight, it pads channels to 16
-    and accumulates in float32: with groups, only if the input is channels-last, and not for
-    depthwise kernels of up to 3 x 3. (Measured with AVX-512, and with nothing else.)"""
+    one dimension, what is not contiguous; in bfloat16, it needs half as much again, unless channels
+    are last. For the gradient of the weight, it pads channels to 16 and accumulates in float32:
+    with groups, only if the input is channels-last, and not for depthwise kernels of up to 3 x 3.
+    (Measured with AVX-512, and with nothing else.)"""
     if func is not CONVOLUTION:
         return 0
     image, weight, _, stride, *_, groups = args
     _, width, *kernel = weight.shape
     copies = image.nbytes + weight.nbytes + result.nbytes
-    is_contiguous = image.is_contiguous()
+    is_contiguous, is_short = image.is_contiguous(), image.itemsize < 4
     if not image.is_cpu:
         return int(copies)
-    if is_contiguous and max(*kernel, *stride) == 1:
+    if is_contiguous and max(*kernel, *stride) == 1 and not is_short:
         return int(result.nbytes)  # a product, of a gradient in another layout
     if len(kernel) == 1 and not is_contiguous:
         return 4 * int(image.nbytes)
@@ -304,8 +305,8 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
         is_small = width == 1 and max(kernel) <= min(3, *image.shape[2:])
         if is_small or is_contiguous or image.stride(1) != 1:
             return int(copies)
-    if is_contiguous and max(stride) > 1:
-        copies = max(copies, 2 * image.nbytes)
+    if is_contiguous and (is_short or max(stride) > 1):
+        copies = max(1.5 * copies if is_short else copies, 2 * image.nbytes)
     sides = width, len(weight) // groups
     padded = math.prod([(side + 15) // 16 * 16 for side in sides]) / math.prod(sides)
     return int(max(copies, weight.nbytes * padded * (1 if weight.itemsize >= 4 else 3)))
