@@ -631,6 +631,27 @@ def test_a_state_that_all_layers_update_is_not_kept_if_that_is_in_place(update, 
     assert most / 3 <= block.stats.ops_replayed / block.stats.ops_recorded <= most
 
 
+@NO_ROOM
+def test_no_cut_lies_before_the_mask_that_a_layer_is_multiplied_by():
+    """In place, as XLM does it: what is still to be written can't be kept there."""
+    made = lambda: (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Dropout(0.1))
+    layers = nn.ModuleList(nn.Sequential(*made()) for _ in range(12))
+    norm, mask, x = nn.LayerNorm(32), torch.ones(8, 64, dtype=torch.bool), torch.randn(8, 64, 32)
+
+    def forward():
+        y = nn.functional.dropout(norm(x * 1), 0.1)
+        y *= mask.unsqueeze(2).to(y.dtype)
+        for layer in layers:
+            y = norm(y + layer(y))
+            y *= mask.unsqueeze(2).to(y.dtype)
+        return y.square().mean()
+
+    loss, block = known(forward)
+    loss.backward()
+    assert len(block.stats.cuts) > 2
+    assert block.stats.ops_replayed <= block.stats.ops_recorded
+
+
 def test_noise_that_all_layers_read_may_be_drawn_in_the_block():
     """It is kept, as if it had been drawn before: else the window of the first layer, which makes
     it, would be there from the beginning of backward."""
@@ -853,6 +874,47 @@ def test_a_stack_needs_no_more_than_with_a_checkpoint_around_each_layer(build, m
     peak = bytes_of(run).peak
     assert peak <= most * theirs
     assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
+
+
+class Residual(nn.Module):
+    """Of a ResNet: normalisation and activation come first. The first one of a stage halves."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        stride = 1 + (inputs < outputs)
+        self.before, self.after = nn.BatchNorm2d(inputs), nn.BatchNorm2d(outputs)
+        self.one = nn.Conv2d(inputs, outputs, 3, stride, 1)
+        self.two = nn.Conv2d(outputs, outputs, 3, 1, 1)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, 2) if stride == 2 else None
+
+    def forward(self, x):
+        y = self.before(x).relu()
+        beside = x if self.shortcut is None else self.shortcut(y)
+        return self.two(self.after(self.one(y)).relu()) + beside
+
+
+@NO_ROOM
+def test_stages_of_blocks_need_no_more_than_with_a_checkpoint_around_each_block():
+    """Of those, there are three in each stage: what repeats more often are the stages."""
+    widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64, 128, 128, 128]
+    stages = nn.ModuleList(Residual(*each) for each in itertools.pairwise(widths))
+    x = torch.randn(4, 16, 64, 64)
+
+    def forward(call):
+        y = x
+        for block in stages:
+            y = call(block, y)
+        return y.square().mean()
+
+    def peak(run):
+        for _ in range(2):
+            stages.zero_grad()
+            run().backward()
+        stages.zero_grad()
+        return memory_of(run).peak
+
+    theirs = peak(lambda: forward(functools.partial(checkpoint, use_reentrant=False)))
+    assert peak(scoped(lambda: forward(lambda block, y: block(y)))) <= theirs
 
 
 @NO_ROOM

@@ -69,8 +69,8 @@ def choose_first(stretch: Stretch, budget: int) -> Filling:
 
 def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
-    that needs more than `most`; elsewhere, these cuts. What repeats may be a layer and its loss,
-    which are two blocks if that needs much less."""
+    that needs more than `most`; elsewhere, these cuts. What repeats may be a layer and its loss, or
+    a stage of a pyramid, which are several blocks if that needs much less."""
     peak, ends = 0, {0, stretch.model.count}
     for run in stretch.blocks:
         placed = {*run} - ends
@@ -78,10 +78,9 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
         blocks = Filling(stretch, sorted(placed))
         if blocks.peak > most:
             continue
-        ways = [
-            sorted(placed.union(more) - ends) for more in (stretch.middles(run), stretch.lows(run))
-        ]
-        parts = min([Filling(stretch, way) for way in ways], key=lambda way: way.peak)
+        inside = stretch.middles(run), stretch.lows(run)
+        found = [Filling(stretch, sorted(placed.union(each) - ends)) for each in inside]
+        parts = min(found, key=lambda way: way.peak)
         best = parts if parts.peak < _MUCH_LESS * blocks.peak else blocks
         peak, cuts = best.peak, best.cuts
     return peak, cuts
