@@ -176,7 +176,7 @@ class Calling:
         whole = found = None
         if saved is not None:
             whole = whole_parameter(saved)
-            if whole is given and saved[1:3] == (given._version, given.requires_grad):
+            if whole is given and given._version == saved[1] and given.requires_grad is saved[2]:
                 return  # the same parameter, which is at hand
         if type(given) is not Tensor or given._base is not None:
             found = parameter_in(given)
