@@ -61,7 +61,7 @@ class Memories:
         self._places: dict[int | None, Memory] = {}  # by storage
         self._alive: set[int] = set()  # memories that steps have made
         self._left: set[int] = set()  # memories on which a tensor has died since the last step
-        self._watches: list[ref[Tensor]] = []
+        self._watches: list[ref[Tensor]] = []  # whose callbacks say so
         for step, saves in steps:
             self._add_met(step)
             self.add(step)
