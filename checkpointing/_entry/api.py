@@ -489,7 +489,7 @@ class _Block:
             # A rerun around the block, ours or torch's, expects the same slots in each run,
             # whatever has been planned.
             run.holds_planned = not (is_internal(hooks) or _torch.are_of_checkpoint(hooks))
-        elif placement is not None and placement.may_be_pieces():
+        elif placement is not None and placement.allows_pieces():
             frame.allow_pieces()
         if is_noted:
             run.note, run.is_noted, frame.notes = note, True, Notes()

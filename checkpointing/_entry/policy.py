@@ -291,8 +291,8 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
     Where four of six runs take new paths (experts that are chosen, layers that are dropped), a
     block is not planned any more. It is cut while it runs, where little is alive of what it has
     made, and `scope.stats.cuts` says where. This ends when six runs have taken two ways at most.
-    A `peak` is not spent on less recompute then. With a `budget`, every new path is planned, which
-    takes a second and more per 1,000 operators.
+    Such a block needs about as much memory as with a checkpoint around each layer, whatever `peak`
+    allows. With a `budget`, every new path is planned, a second or more per 1,000 operators.
 
     A plan also serves smaller runs. It is replaced when a run saves more than 1.5 times the bytes,
     or when gradients exist that the plan assumed to be missing.

@@ -199,6 +199,7 @@ class Filling:
         return {index: self._worth(index, made, readers_of) for index, made in found.items()}
 
     def _worth(self, index: int, made: Set[int], readers_of: Callable[[int], Set[int]]) -> float:
+        """That of a step. Without its results, what only this step needs runs again, too."""
         memories, again, saved = self.memories, self.again, self.stretch.saved
         gone, stack = {index}, [index]
         while stack and len(gone) < _FAR:

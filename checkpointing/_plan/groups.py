@@ -178,8 +178,8 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
     parameters and their views if the same operator saves them, what is drawn from nothing (the
     masks of dropout), and views of what that group starts from, too. Backward needs that group for
     longer, so no input is held for longer than before. Views that were saved before all else join
-    the first group if it starts from their base alone. What views remain of a base are one group:
-    it is held for all of them anyway."""
+    the first group if it starts from their base alone. The views of a base that remain are one
+    group, since it is held for all of them anyway."""
     found: list[list[int]] = []
     small: list[tuple[list[int], Set[Value]]] = []
     # By slot: its group, and the inputs and kept values that this starts from.

@@ -324,16 +324,13 @@ class Model:
         first = [memory for memory in {*given} if memory.last_read == step.index]
         return sum([m.nbytes for m in given]) - sum([m.nbytes for m in first])
 
-    def _parameters_of(self, step: Step) -> list[int]:
-        """The bytes of each parameter that trains and that a step reads."""
-        read = {self.path.memory_of[cell] for cell, _ in step.reads}
-        return [self._gradients[number] for number in read & self._gradients.keys()]
-
     def _broadcasts(self, step: Step, nbytes: int) -> bool:
         """Whether a step makes so many bytes from something smaller that has a gradient."""
-        read = [self.memories[number] for number in self.reads[step.index]]
-        sizes = [memory.nbytes for memory in read if memory.has_gradient]
-        return min([*sizes, *self._parameters_of(step)], default=nbytes) < nbytes
+        made = [self.memories[number] for number in self.reads[step.index]]
+        sizes = [memory.nbytes for memory in made if memory.has_gradient]
+        read = {self.path.memory_of[cell] for cell, _ in step.reads}
+        sizes += [self._gradients[number] for number in read & self._gradients.keys()]
+        return min(sizes, default=nbytes) < nbytes
 
     def _needed_by_backward(self) -> list[Span]:
         """By position to which backward has come: bytes that it works with, beside what is kept or

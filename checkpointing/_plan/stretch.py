@@ -48,9 +48,9 @@ class Stretch:
     def _candidates(self) -> list[int]:
         """The ends, and positions that little crosses, or much less after the next step: in each
         part, the one that the fewest bytes cross, and one before a step whose backward works with
-        most bytes of all, and with many more than others (a convolution with a stride): what was
-        saved before should not be there then. Parts are even in steps and in saved bytes together,
-        since a stem may save most of the bytes in a few steps."""
+        about the most bytes, and with twice as many as that of the step before (a convolution with
+        a stride): what was saved before should not be there then. Parts are even in steps and in
+        saved bytes together, since a stem may save most of the bytes in a few steps."""
         crossing, count = self.crossing, self.model.count
         found = [
             p
@@ -62,8 +62,8 @@ class Stretch:
         best: dict[tuple[int, bool], int] = {}  # by part
         for p in sorted(found, key=crossing.__getitem__):
             far = p / count + there[p] / max(1, there[count])
-            is_dear = backward[p] >= max(_NEARLY * most, 2 * backward[p - 1])
-            best.setdefault((int(far / 2 * _MOST_CANDIDATES), is_dear), p)
+            is_demanding = backward[p] >= max(_ABOUT * most, 2 * backward[p - 1])
+            best.setdefault((int(far / 2 * _MOST_CANDIDATES), is_demanding), p)
         return [0, *sorted(best.values()), count]
 
     @cached_property
@@ -81,6 +81,10 @@ class Stretch:
         every = 1 + len(begins) // (_MOST_BLOCKS + 1)
         self.positions = sorted({*self.positions, *begins[::every]})
 
+    def _across(self, run: range, n: int = 0) -> int:
+        """The bytes that cross cuts after so many steps in each block."""
+        return sum([self.crossing[at + n] for at in run[:-1]])
+
     def middles(self, run: range) -> list[int]:
         """Where to cut each block in two, after the same number of steps in each: where what is
         kept at the cuts, and what the larger half of a block saves, are the fewest bytes."""
@@ -88,21 +92,24 @@ class Stretch:
 
         def need(n: int) -> int:
             halves = saved[first + n] - saved[first], saved[last] - saved[first + n]
-            return sum([self.crossing[at + n] for at in run[:-1]]) + max(halves)
+            return self._across(run, n) + max(halves)
 
         after = min(range(1, run.step + 1), key=need)
         return [at + after for at in run[:-1]]
 
     def lows(self, run: range) -> list[int]:
-        """Where to cut blocks that are themselves made of blocks (a stage of a pyramid): after the
-        same numbers of steps in each, where no more crosses than at their beginnings."""
-        sums = [sum([self.crossing[at + n] for at in run[:-1]]) for n in range(run.step + 1)]
-        after = [n for n in range(1, run.step) if sums[n] <= min(sums[0], sums[n - 1] - 1)]
-        return [at + n for at in run[:-1] for n in after]
+        """Where to cut blocks that are themselves made of blocks, such as the stages of a pyramid:
+        after the same numbers of steps in each, where less crosses than one step before, and no
+        more than where they begin."""
+        across = [self._across(run, n) for n in range(run.step)]
+        lows = [
+            n for n in range(1, run.step) if across[n] < across[n - 1] and across[n] <= across[0]
+        ]
+        return [at + n for at in run[:-1] for n in lows]
 
     def _are_worth_it(self, run: range) -> bool:
         saved = [number for number, at in self.saved.items() if run[0] <= at < run[-1]]
-        return 2 * sum([self.crossing[at] for at in run[:-1]]) <= self.cost(saved)
+        return 2 * self._across(run) <= self.cost(saved)
 
     def cost(self, kept: Iterable[int]) -> int:
         """Bytes, to hold these memories."""
@@ -115,7 +122,7 @@ def _is_low(before: int, here: int, after: int) -> bool:
 
 
 _MUCH = 1.5  # times: a step that leaves so much less is worth a cut before it
-_NEARLY = 0.8  # of the most bytes that a step's backward works with
+_ABOUT = 0.8  # of the most bytes that the backward of a step works with
 _MOST_CANDIDATES = 96
 _MOST_BLOCKS = 192  # that are looked at; the time to find cuts is quadratic in them
 _PER_MEMORY = 512  # bytes for which it is not worth it to hold one memory more

@@ -40,9 +40,8 @@ class Placement(NamedTuple):
     place: Destination | None = None  # where they are kept
     peak: int | None = None  # bytes that the step may need
 
-    def may_be_pieces(self) -> bool:
-        """Whether a block may be taken in pieces: they need about the least peak, and nobody counts
-        what they keep."""
+    def allows_pieces(self) -> bool:
+        """Whether a block may be taken in pieces: nobody counts or moves what these keep."""
         return self.budget is None and self.place is None
 
 

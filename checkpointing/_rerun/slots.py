@@ -89,7 +89,6 @@ class Calling:
                 raise
         finally:
             pop_hooks()
-            self._met.clear()  # nodes, whose hooks know this object
         if not self.task.mismatches:
             self._check_outcome()
 

@@ -282,34 +282,36 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return 0
 
 
-def scratch_of(func: Any, args: Any, result: Any) -> int:
-    """The bytes that the backward of a convolution works with, beside gradients: copies in another
-    layout. On a CPU, oneDNN copies an input twice where there is a stride, and before all else, in
-    one dimension, what is not contiguous; in bfloat16, it needs half as much again, unless channels
-    are last. For the gradient of the weight, it pads channels to 16 and accumulates in float32:
-    with groups, only if the input is channels-last, and not for depthwise kernels of up to 3 x 3.
-    (Measured with AVX-512, and with nothing else.)"""
+def scratch_of(func: Any, args: Any, result: Tensor) -> int:
+    """The bytes that the backward of a convolution works with, beside gradients: copies, in another
+    layout, of what it reads and makes. On a CPU, they are those of oneDNN, measured with AVX-512.
+    """
     if func is not CONVOLUTION:
         return 0
+    image: Tensor
+    weight: Tensor
     image, weight, _, stride, *_, groups = args
     _, width, *kernel = weight.shape
     copies = image.nbytes + weight.nbytes + result.nbytes
-    is_contiguous, is_short = image.is_contiguous(), image.itemsize < 4
     if not image.is_cpu:
-        return int(copies)
+        return copies
+    is_contiguous, is_short = image.is_contiguous(), image.itemsize < 4
     if is_contiguous and max(*kernel, *stride) == 1 and not is_short:
-        return int(result.nbytes)  # a product, of a gradient in another layout
+        return result.nbytes  # a matrix product; the gradient may have another layout
     if len(kernel) == 1 and not is_contiguous:
-        return 4 * int(image.nbytes)
+        return 4 * image.nbytes  # the input and the gradient are made contiguous before all else
     if groups > 1:
         is_small = width == 1 and max(kernel) <= min(3, *image.shape[2:])
         if is_small or is_contiguous or image.stride(1) != 1:
-            return int(copies)
+            return copies
+    if is_contiguous and is_short:
+        copies += copies // 2
     if is_contiguous and (is_short or max(stride) > 1):
-        copies = max(1.5 * copies if is_short else copies, 2 * image.nbytes)
+        copies = max(copies, 2 * image.nbytes)
+    # For the gradient of the weight: channels are padded to 16, sums are float32.
     sides = width, len(weight) // groups
     padded = math.prod([(side + 15) // 16 * 16 for side in sides]) / math.prod(sides)
-    return int(max(copies, weight.nbytes * padded * (1 if weight.itemsize >= 4 else 3)))
+    return max(copies, int(weight.nbytes * padded * (1 if weight.itemsize >= 4 else 3)))
 
 
 # The context manager costs more than the setting.
