@@ -13,7 +13,7 @@ them.
 
 from __future__ import annotations
 
-from .cuts import Cuts, Cutting
+from .cuts import WORK, Cuts, Cutting
 from .fill import Filling
 from .stretch import Stretch
 
@@ -71,8 +71,12 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
     that needs more than `most`; elsewhere, these cuts. What repeats may be a layer and its loss, or
     a stage of a pyramid, which are several blocks if that needs much less."""
-    peak, ends = 0, {0, stretch.model.count}
-    for run in stretch.blocks:
+    peak, count = 0, stretch.model.count
+    runs = [run for run in stretch.blocks if stretch.are_alike(run)]
+    if sum([run[-1] - run[0] for run in runs]) < _MOSTLY * count:
+        return peak, cuts
+    ends = {0, count}
+    for run in runs:
         placed = {*run} - ends
         placed.update([at for at in cuts if not run[0] <= at <= run[-1]])
         blocks = Filling(stretch, sorted(placed))
@@ -88,13 +92,14 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
 
 def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) -> Filling:
     """The least recompute under a peak, of a few ways to cut."""
-    ways = [*cutting.cuts(peak, budget), cuts]
+    ways = [*cutting.cuts(peak, budget, WORK), cuts]
     found = [Filling(cutting.stretch, each, peak, budget) for each in ways]
     return min(found, key=Filling.key)
 
 
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
 _MOST_PEAKS = 16  # that are tried for a budget
+_MOSTLY = 2 / 3  # of the steps are in such blocks, or who knows where users would place them
 _MUCH_LESS = 7 / 8  # of the peak
 _MOST_SLACK = 1 / 2  # what may be spent on less recompute: a part of the least peak
 # The same, within a window: what it keeps first is made by a replay, which should be short.

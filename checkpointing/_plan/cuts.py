@@ -24,6 +24,10 @@ from .stretch import Stretch
 
 Cuts = Sequence[int]  # the first step of each segment but the first
 
+# What to look for under a peak: ways that hold the least, or also that leave the most room, or that
+# repeat the least; and how many of them at a position.
+HOLD, ROOM, WORK = 1, 3, 8
+
 
 class Segment(NamedTuple):
     """What lies between two cuts."""
@@ -39,7 +43,7 @@ class Label(NamedTuple):
     """One way to cut what lies before a position."""
 
     held: int
-    work: float
+    work: float  # to find the least peak: 0, or the room, negative
     room: int  # how much more may be held in each segment
     kept: frozenset[int]
     cuts: tuple[int, ...]  # the starts of its segments
@@ -77,22 +81,34 @@ class Cutting:
 
     def least_peak(self, budget: int | None = None) -> tuple[int, Cuts]:
         """The least peak that cuts can have, and those cuts."""
-        stretch = self.stretch
-        low, high = 0, max(1024, *stretch.model.backward, *stretch.model.live)
-        while not (best := self.cuts(high, budget, 1)):
+        model = self.stretch.model
+        low, high = 0, max(1024, *model.backward, *model.live)
+        while not (best := self.cuts(high, budget, HOLD)):
             low, high = high, 2 * high
+        high, best = self._bisect(low, high, best, budget, HOLD)
+        # Who holds the least may leave too little room for what later segments hold.
+        lower = high * 31 // 32
+        found = self.cuts(lower, budget, ROOM)
+        if found:
+            high, best = self._bisect(0, lower, found, budget, ROOM)
+        return high, best[0]
+
+    def _bisect(
+        self, low: int, high: int, best: list[Cuts], budget: int | None, aim: int
+    ) -> tuple[int, list[Cuts]]:
+        """The least peak between these, the lower of which is too low, and its cuts."""
         while high - low > max(64, high // 256):
             middle = (low + high) // 2
-            found = self.cuts(middle, budget, 1)
+            found = self.cuts(middle, budget, aim)
             if found:
                 high, best = middle, found
             else:
                 low = middle
-        return high, best[0]
+        return high, best
 
-    def cuts(self, peak: int, budget: int | None = None, most: int = 8) -> list[Cuts]:
+    def cuts(self, peak: int, budget: int | None, aim: int) -> list[Cuts]:
         """Cuts under which no segment needs more than `peak`: those under which the least is held,
-        and others, under which less runs again."""
+        and others which are better in what is the aim, too."""
         stretch, memories = self.stretch, self.stretch.memories
         best: dict[int, list[Label]] = defaultdict(list)
         best[0] = [Label(0, 0.0, peak, frozenset(), ())]
@@ -108,15 +124,17 @@ class Cutting:
                 for segment in opening.segments(peak):
                     there = best[segment.end]
                     held = held_by[segment.reads]
-                    work = label.work + segment.work if most > 1 else 0.0
                     if held > limit:
                         break  # longer ones read as much, or more
+                    left = min(label.room - before_by[segment.reads], peak - segment.need - held)
+                    work = 0.0
+                    if aim != HOLD:
+                        work = label.work + segment.work if aim == WORK else -left
                     if any(x.held <= held and x.work <= work for x in there):
                         continue
-                    left = min(label.room - before_by[segment.reads], peak - segment.need - held)
                     kept = label.kept.union(opening.across[: segment.reads])
                     if left >= 0 and self._fits(held, kept, segment.worst, peak):
-                        _add(there, Label(held, work, left, kept, (*label.cuts, start)), most)
+                        _add(there, Label(held, work, left, kept, (*label.cuts, start)), aim)
         return [label.cuts[1:] for label in best[stretch.model.count]]
 
     def _fits(self, held: int, kept: Iterable[int], worst: int, peak: int) -> bool:

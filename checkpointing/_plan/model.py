@@ -202,7 +202,7 @@ class Model:
         depends = reads_leaf or any(memory.has_gradient for memory in reads)
         for memory in made:
             memory.is_cheap, memory.effort = is_cheap, effort if is_cheap else math.inf
-            memory.has_gradient = step.grad_mode and depends
+            memory.has_gradient = depends and step.grad_mode and memory.number not in step.integers
 
     def part(self, steps: Sequence[int], slots: Iterable[int], held: Set[int]) -> Model:
         """The stretch from the first of these steps to where the last of these slots is wanted that
@@ -341,10 +341,11 @@ class Model:
             if step.info.base in _JOINS:
                 pending += self._gradients_of_joined(step.index, made)
             read = self._bytes_of(self.reads[step.index])
-            more = _DERIVATIVES.get(step.info.base, 0) * read
-            more += int(step.scratch * self.scale) + self._added_to_gradients(step)
+            more = int(_DERIVATIVES.get(step.info.base, 0) * read + step.scratch * self.scale)
+            more += self._added_to_gradients(step)
             if step.info.base in ("mul", "div") and self._broadcasts(step, made):
-                more += made  # what is summed up for the gradient of the smaller one
+                # What is summed up for the gradient of the smaller one.
+                more += made if step.info.base == "mul" else 3 * made
             if more:
                 pending.append((step.index + 1, step.index + 1, more))
         for number, uses in self._uses.items():
@@ -371,5 +372,24 @@ def still_waiting(run: Run, cells: Iterable[int]) -> list[int]:
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
 _JOINS = ("cat", "stack")
 # Derivatives that are several operators: what these make on the way, in sizes of what is read.
-_DERIVATIVES = {"cos": 2, "cumsum": 2, "logsumexp": 2, "pow": 2, "reciprocal": 2, "rsqrt": 2}
+_DERIVATIVES = {
+    "_prelu_kernel": 1,
+    "abs": 1,
+    "amax": 1.25,
+    "clamp": 0.5,
+    "clamp_min": 0.25,
+    "cos": 2,
+    "cumsum": 2,
+    "erf": 4,
+    "linalg_vector_norm": 1,
+    "log1p": 1,
+    "logsumexp": 2,
+    "pow": 2,
+    "reciprocal": 2,
+    "rsqrt": 2,
+    "sin": 1,
+    "sqrt": 1,
+    "std": 1,
+    "var": 1,
+}
 _SMALL = 512  # bytes: a block of CUDA's allocator

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Set
 from functools import cached_property
+from itertools import pairwise
 
 from .model import Model
 from .repeats import repeats
@@ -111,6 +112,12 @@ class Stretch:
         saved = [number for number, at in self.saved.items() if run[0] <= at < run[-1]]
         return 2 * self._across(run) <= self.cost(saved)
 
+    def are_alike(self, run: range) -> bool:
+        """Whether the blocks of a run save about the same bytes, unlike those of a pyramid."""
+        there = self._saved_before
+        sizes = [there[end] - there[begin] for begin, end in pairwise(run)]
+        return max(sizes) <= _ALIKE * min(sizes)
+
     def cost(self, kept: Iterable[int]) -> int:
         """Bytes, to hold these memories."""
         return sum([self.memories[number].cost for number in kept])
@@ -121,6 +128,7 @@ def _is_low(before: int, here: int, after: int) -> bool:
     return here <= before and (here <= after or here >= _MUCH * after)
 
 
+_ALIKE = 1.5  # times the bytes that the smallest one saves
 _MUCH = 1.5  # times: a step that leaves so much less is worth a cut before it
 _ABOUT = 0.8  # of the most bytes that the backward of a step works with
 _MOST_CANDIDATES = 96

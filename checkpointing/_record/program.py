@@ -181,6 +181,7 @@ class Step:
     # What recording knows after it, beside what it knew before:
     memories: tuple[tuple[int, int], ...] = ()  # the memory of each new cell
     sizes: tuple[tuple[int, int], ...] = ()  # of memories that it made; those of the recorded run
+    integers: tuple[int, ...] = ()  # memories that it made, which have no gradient
     gone: tuple[int, ...] = ()  # memories that nobody held any more, in the recorded run
     flops: float = 0.0  # floating-point operations, as far as torch counts them
     scratch: int = 0  # bytes that its backward works with

@@ -306,6 +306,8 @@ class Recorder(Memories):
                 memory = Memory(cell, state)
                 step.states += ((cell, state),)
                 step.sizes += ((cell, _torch.memory_size(tensor)),)
+                if not (tensor.is_floating_point() or tensor.is_complex()):
+                    step.integers += (cell,)
             step.memories += ((cell, memory.number),)
         step.count = len(step.memories)
         self.add(step)

@@ -230,7 +230,9 @@ def set_function_modes(modes: Sequence[Any]) -> None:
 OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
 CAST = torch.ops.aten._to_copy.default  # to another dtype or device
+BATCH_NORM = torch.ops.aten.native_batch_norm.default
 CONVOLUTION = torch.ops.aten.convolution.default
+LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 # Operators that take a storage, and the same with a tensor on it.
 TAKE_STORAGE = {
     torch.ops.aten.set_.source_Storage: torch.ops.aten.set_.source_Tensor,
@@ -282,15 +284,23 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return 0
 
 
-def scratch_of(func: Any, args: Any, result: Tensor) -> int:
-    """The bytes that the backward of a convolution works with, beside gradients: copies, in another
-    layout, of what it reads and makes. On a CPU, they are those of oneDNN, measured with AVX-512.
-    """
-    if func is not CONVOLUTION:
-        return 0
-    image: Tensor
-    weight: Tensor
-    image, weight, _, stride, *_, groups = args
+def scratch_of(func: Any, args: Any, result: Any) -> int:
+    """The bytes that the backward of an operator with kernels of its own works with, beside
+    gradients. On a CPU, they are those of oneDNN, measured with AVX-512."""
+    if func is CONVOLUTION:
+        return _scratch_of_convolution(result, *args)
+    if func is BATCH_NORM and args[0].is_cpu:
+        return int(args[0].nbytes)  # a gradient that is left empty
+    if func is LSTM:  # weights in another layout, and gradients of the gates
+        return 2 * (args[1].nbytes + args[2].nbytes) + 4 * int(result[0].nbytes)
+    return 0
+
+
+def _scratch_of_convolution(
+    result: Tensor, image: Tensor, weight: Tensor, _: Any, stride: Any, *others: Any
+) -> int:
+    """Copies, in another layout, of what it reads and makes."""
+    groups = others[-1]
     _, width, *kernel = weight.shape
     copies = image.nbytes + weight.nbytes + result.nbytes
     if not image.is_cpu:
