@@ -942,6 +942,98 @@ def test_what_was_saved_before_a_convolution_with_a_stride_is_not_there_in_its_b
     assert bytes_of(run).peak <= 1.1 * theirs
 
 
+class Bottleneck(nn.Module):
+    """Of a ResNet: convolutions with norms, and one beside them where sizes change."""
+
+    def __init__(self, inputs, width, stride):
+        super().__init__()
+        self.inner = nn.Sequential(
+            convolution(inputs, width, 1),
+            convolution(width, width, 3, stride),
+            nn.Conv2d(width, 4 * width, 1),
+            nn.BatchNorm2d(4 * width),
+        )
+        is_same = inputs == 4 * width
+        self.short = nn.Identity() if is_same else nn.Conv2d(inputs, 4 * width, 1, stride)
+
+    def forward(self, x):
+        return (self.inner(x) + self.short(x)).relu_()
+
+
+def convolution(inputs, outputs, kernel, stride=1):
+    layer = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2)
+    return nn.Sequential(layer, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+
+
+WIDTHS = (3, 16, 32, 64, 128)
+STAGES = [(16, 8, 1), *[(32, 8, 1)] * 2, (32, 16, 2), *[(64, 16, 1)] * 3]
+STAGES += [(64, 32, 2), *[(128, 32, 1)] * 5, (128, 64, 2), *[(256, 64, 1)] * 2]
+PYRAMIDS = {
+    "strides": (1, [convolution(*pair, 3, 2) for pair in itertools.pairwise(WIDTHS)]),
+    "poolings": (
+        1,
+        [
+            nn.Sequential(convolution(*pair, 3), nn.MaxPool2d(2))
+            for pair in itertools.pairwise(WIDTHS)
+        ],
+    ),
+    "stages": (0.8, [convolution(3, 16, 7, 2), *[Bottleneck(*stage) for stage in STAGES]]),
+}
+
+
+@pytest.mark.parametrize(("most", "blocks"), PYRAMIDS.values(), ids=PYRAMIDS)
+def test_a_pyramid_of_convolutions_needs_no_more_than_checkpoints_by_hand(most, blocks):
+    """Operators repeat, but not what they save."""
+    blocks, x = nn.ModuleList(blocks), torch.randn(2, 3, 64, 64)
+    oracle.with_gradients(blocks.parameters())
+
+    def forward(call):
+        y = x
+        for block in blocks:
+            y = call(block, y)
+        return y.mean((2, 3)).logsumexp(1).sum()
+
+    theirs = bytes_of(lambda: forward(functools.partial(checkpoint, use_reentrant=False))).peak
+    run = scoped(lambda: forward(lambda block, y: block(y)))
+    peak = bytes_of(run).peak
+    assert peak <= most * theirs
+    assert abs(run.scope.stats.peak_predicted / peak - 1) <= 0.05
+
+
+BACKWARDS = {
+    "abs": torch.abs,
+    "amax": lambda x: x.amax(-1),
+    "batch norm": nn.BatchNorm1d(100),
+    "clamp": lambda x: x.clamp(-1, 1),
+    "cos": torch.cos,
+    "log1p": torch.log1p,
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "max_pool1d": lambda x: nn.functional.max_pool1d(x, 2),
+    "norm": lambda x: x.norm(dim=-1),
+    "pow": lambda x: x**3,
+    "prelu": nn.PReLU(),
+    "reciprocal": torch.reciprocal,
+    "rsqrt": torch.rsqrt,
+    "sin": torch.sin,
+    "sort": lambda x: x.sort(-1).values,
+    "sqrt": torch.sqrt,
+    "std": lambda x: x.std(-1),
+    "var": lambda x: x.var(-1),
+}
+
+
+@pytest.mark.parametrize("operator", BACKWARDS.values(), ids=BACKWARDS)
+def test_what_the_backward_of_an_operator_works_with_is_predicted(operator):
+    """Formulas of several operators, copies, and gradients that integers don't have."""
+    x = torch.rand(8, 100, 100).add(0.1).requires_grad_()
+    x.grad = torch.zeros_like(x)
+    if isinstance(operator, nn.Module):
+        oracle.with_gradients(operator.parameters())
+    run = scoped(lambda: (operator(x * 2) * 2).sum())
+    peak = bytes_of(run).peak
+    assert abs(run.scope.stats.peak_predicted / peak - 1) <= 0.02
+
+
 @NO_ROOM
 def test_a_budget_of_nothing_needs_no_more_than_a_larger_one():
     """Or hardly more: of larger ones, only some are tried, but all of these."""

@@ -1,10 +1,11 @@
 """Which of the ways to cut a stretch is taken, and for which peak.
 
 One rule. The target is the peak of a cut at every block that the program repeats, as users place
-them by hand. Without such blocks, or where that peak is over 1.5 times the least one, the target is
-the least peak. Under it, the least recompute is taken among a few ways to cut, each filled. Where
-operators are so small that keeping their results takes longer than running them again, only what
-the cuts need is kept. In the end, cuts that make no difference to the peak go.
+them by hand. Where such blocks are not most of the program, as in a pyramid of convolutions, or
+where that peak is over 1.5 times the least one, the target is the least peak. Under it, the least
+recompute is taken among a few ways to cut, each filled. Where operators are so small that keeping
+their results takes longer than running them again, only what the cuts need is kept. In the end,
+cuts that make no difference to the peak go.
 
 Rejected: spending a fixed part of the least peak on less recompute. Where logits are most of the
 peak, a few percent of it are all the checkpoints of the model; where attention is, they are one of
@@ -70,11 +71,12 @@ def choose_first(stretch: Stretch, budget: int) -> Filling:
 def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
     that needs more than `most`; elsewhere, these cuts. What repeats may be a layer and its loss, or
-    a stage of a pyramid, which are several blocks if that needs much less."""
+    a stage of a pyramid, which are several blocks if that needs much less. Where little repeats,
+    nobody knows where users would begin their blocks."""
     peak, count = 0, stretch.model.count
     runs = [run for run in stretch.blocks if stretch.are_alike(run)]
-    if sum([run[-1] - run[0] for run in runs]) < _MOSTLY * count:
-        return peak, cuts
+    if sum([run[-1] - run[0] for run in runs]) < _MOST * count:
+        return 0, cuts
     ends = {0, count}
     for run in runs:
         placed = {*run} - ends
@@ -82,9 +84,7 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
         blocks = Filling(stretch, sorted(placed))
         if blocks.peak > most:
             continue
-        inside = stretch.middles(run), stretch.lows(run)
-        found = [Filling(stretch, sorted(placed.union(each) - ends)) for each in inside]
-        parts = min(found, key=lambda way: way.peak)
+        parts = Filling(stretch, sorted(placed.union(stretch.middles(run)) - ends))
         best = parts if parts.peak < _MUCH_LESS * blocks.peak else blocks
         peak, cuts = best.peak, best.cuts
     return peak, cuts
@@ -99,7 +99,7 @@ def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) 
 
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
 _MOST_PEAKS = 16  # that are tried for a budget
-_MOSTLY = 2 / 3  # of the steps are in such blocks, or who knows where users would place them
+_MOST = 2 / 3  # of the steps
 _MUCH_LESS = 7 / 8  # of the peak
 _MOST_SLACK = 1 / 2  # what may be spent on less recompute: a part of the least peak
 # The same, within a window: what it keeps first is made by a replay, which should be short.

@@ -98,16 +98,6 @@ class Stretch:
         after = min(range(1, run.step + 1), key=need)
         return [at + after for at in run[:-1]]
 
-    def lows(self, run: range) -> list[int]:
-        """Where to cut blocks that are themselves made of blocks, such as the stages of a pyramid:
-        after the same numbers of steps in each, where less crosses than one step before, and no
-        more than where they begin."""
-        across = [self._across(run, n) for n in range(run.step)]
-        lows = [
-            n for n in range(1, run.step) if across[n] < across[n - 1] and across[n] <= across[0]
-        ]
-        return [at + n for at in run[:-1] for n in lows]
-
     def _are_worth_it(self, run: range) -> bool:
         saved = [number for number, at in self.saved.items() if run[0] <= at < run[-1]]
         return 2 * self._across(run) <= self.cost(saved)

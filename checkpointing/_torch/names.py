@@ -292,7 +292,7 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
     if func is BATCH_NORM and args[0].is_cpu:
         return int(args[0].nbytes)  # a gradient that is left empty
     if func is LSTM:  # weights in another layout, and gradients of the gates
-        return 2 * (args[1].nbytes + args[2].nbytes) + 4 * int(result[0].nbytes)
+        return int(2 * (args[1].nbytes + args[2].nbytes) + 4 * result[0].nbytes)
     return 0
 
 
