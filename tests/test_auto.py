@@ -1000,6 +1000,22 @@ def test_a_pyramid_of_convolutions_needs_no_more_than_checkpoints_by_hand(most, 
     assert abs(run.scope.stats.peak_predicted / peak - 1) <= 0.05
 
 
+@NO_ROOM
+def test_what_is_made_again_for_a_reader_behind_a_cut_does_not_open_the_segment_before():
+    """Branches of a model of sentences, which read the same embedding."""
+    embedding, tokens = nn.Embedding(1000, 64), torch.randint(1000, (32, 200))
+    branches = nn.ModuleList(nn.Conv1d(64, 64, size, padding="same") for size in (3, 5, 7))
+    oracle.with_gradients([*embedding.parameters(), *branches.parameters()])
+
+    def forward(call):
+        y = embedding(tokens).mT
+        parts = [call(lambda y, layer=layer: layer(y).relu().amax(-1), y) for layer in branches]
+        return torch.cat(parts).square().mean()
+
+    theirs = bytes_of(lambda: forward(functools.partial(checkpoint, use_reentrant=False))).peak
+    assert bytes_of(scoped(lambda: forward(lambda run, y: run(y)))).peak <= 1.02 * theirs
+
+
 BACKWARDS = {
     "abs": torch.abs,
     "amax": lambda x: x.amax(-1),

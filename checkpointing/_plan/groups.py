@@ -119,12 +119,13 @@ def _grouped(path: Path, slots: Iterable[int]) -> list[list[int]]:
         if value in path.kept:
             at_hand[value].append(slot)
             continue
-        newest, saved = path.newest(value), path.saved_after[slot]
+        newest, reader = path.newest(value), path.saved_after[slot]
+        reader += newest < reader  # inputs are saved before the operator runs that reads them
         # Views of what is held go with what was saved beside them, and so does what is made again
         # in each window that needs it: a mask that all layers share.
-        is_far = bisect_right(path.cuts, newest) < bisect_right(path.cuts, saved)
+        is_far = bisect_right(path.cuts, newest) < bisect_right(path.cuts, reader)
         is_light = newest < 0 or (is_far and _is_light(path, value))
-        segments[bisect_right(path.cuts, saved if is_light else newest)].append(slot)
+        segments[bisect_right(path.cuts, reader if is_light else newest)].append(slot)
     found = [*at_hand.values()]
     for segment in segments.values():
         found += _joined(path, _connected(path, segment))
