@@ -113,11 +113,18 @@ class Model:
             (index, self.count, sum([state.nbytes for state in drawn.states]))
             for index, drawn in run.store.random.items()
         ]
-        self.live = self.sums([*spans, *states])
+        self.live = self.sums([*spans, *states, *self._losses()])
         self._missing = {path.memory_of[cell] for cell in waiting} & self._uses.keys()
         spans = [*states, *self._besides(), *self._needed_by_backward()]
         # What the steps after it have made is there, too.
         self.backward = self.sums(spans)[1:]
+
+    def _losses(self) -> Iterator[Span]:
+        """What losses work with, before they sum up: copies of the largest tensor they read."""
+        for step in self.path.steps:
+            read = [self.memories[number].nbytes for number in self.reads[step.index]]
+            nbytes = _LOSSES.get(step.info.base, 0) * max(read, default=0)
+            yield step.index, step.index, nbytes
 
     def _find_final(self, elsewhere: Set[int]) -> None:
         """Find which memories can be held, from when on, and what that costs. Somebody else holds
@@ -391,5 +398,11 @@ _DERIVATIVES = {
     "sqrt": 1,
     "std": 1,
     "var": 1,
+}
+_LOSSES = {
+    "binary_cross_entropy_with_logits": 2,
+    "huber_loss": 1,
+    "mse_loss": 1,
+    "smooth_l1_loss": 1,
 }
 _SMALL = 512  # bytes: a block of CUDA's allocator
