@@ -178,11 +178,12 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
     """Groups, where what would cost a window of its own has joined the group saved just before:
     parameters and their views if the same operator saves them, what is drawn from nothing (the
     masks of dropout), and views of what that group starts from, too. Backward needs that group for
-    longer, so no input is held for longer than before. Views that were saved before all else join
-    the first group if it starts from their base alone. The views of a base that remain are one
-    group, since it is held for all of them anyway."""
+    longer, so no input is held for longer than before. What was saved before all else joins the
+    first group only if the same operator saves it, or if that starts from the same inputs. The
+    views of a base that remain are one group, since it is held for all of them anyway, and so are
+    parameters."""
     found: list[list[int]] = []
-    small: list[tuple[list[int], Set[Value]]] = []
+    small: list[tuple[list[int], Set[Value], bool]] = []  # ..., and whether it is drawn
     # By slot: its group, and the inputs and kept values that this starts from.
     hosts: dict[int, tuple[list[int], Set[Value]]] = {}
     for slots in groups:
@@ -194,18 +195,19 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
         if computes or (inputs and not steps):  # that is held, and handed out as it is
             found.append(slots)
         else:
-            small.append((slots, inputs))
+            small.append((slots, inputs, not starts))
     views: dict[frozenset[Value], list[int]] = defaultdict(list)
     order = sorted(hosts)
-    for slots, inputs in small:
+    for slots, inputs, is_drawn in small:
         before, saver = bisect_right(order, min(slots)) - 1, path.saved_after[min(slots)]
         around = order[max(0, before) : before + 2]
         beside = [slot for slot in around if path.saved_after[slot] == saver]
         host, held = hosts[(beside or around)[0]] if around else (slots, frozenset())
-        if around and (not inputs or (inputs <= held if before >= 0 else inputs == held)):
+        is_before = beside or before >= 0
+        if around and (inputs <= held if is_before else inputs == held):
             host += slots
-        elif inputs:
-            views[frozenset(inputs)] += slots
-        else:
+        elif is_drawn:
             found.append(slots)
+        else:
+            views[frozenset(inputs)] += slots
     return [sorted(slots) for slots in [*found, *views.values()]]
