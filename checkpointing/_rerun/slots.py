@@ -101,7 +101,7 @@ class Calling:
         if given.requires_grad:
             if type(given) is not nn.Parameter:
                 tensor = given.detach()
-        elif type(given) is Tensor and given._version == 0:
+        elif type(given) is Tensor and given._version == 0 and self._role is None:
             self._filling = node_count()
         if self._is_watched:
             tensor = self._watch(slot, given, tensor)
