@@ -8,9 +8,9 @@ from typing import Any
 Run = tuple[int, int, int]  # its first step, the first one after it, and the period
 
 
-def repeats(funcs: Sequence[Any], crossing: Sequence[int]) -> list[range]:
+def repeats(funcs: Sequence[Any], costs: Sequence[Any]) -> list[range]:
     """The steps at which the blocks begin that the program repeats, and at which the last one ends,
-    by run of repeats. `crossing` are the bytes that would be kept at each position."""
+    by run of repeats: where costs are the least."""
     found: list[range] = []
     taken: list[Run] = []
     for begin, end, period in sorted(
@@ -28,7 +28,7 @@ def repeats(funcs: Sequence[Any], crossing: Sequence[int]) -> list[range]:
             taken.append((begin, end, period))
             # What comes before the first block may look like the end of one.
             starts = range(begin, min(begin + period, end - period))
-            start = min(starts, key=lambda at: crossing[at + period])
+            start = min(starts, key=lambda at: costs[at + period])
             found.append(range(start, end + 1, period))
     return found
 
