@@ -981,10 +981,12 @@ PYRAMIDS = {
 }
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize(("most", "blocks"), PYRAMIDS.values(), ids=PYRAMIDS)
-def test_a_pyramid_of_convolutions_needs_no_more_than_checkpoints_by_hand(most, blocks):
+def test_a_pyramid_of_convolutions_needs_no_more_than_checkpoints_by_hand(most, blocks, layout):
     """Operators repeat, but not what they save."""
-    blocks, x = nn.ModuleList(blocks), torch.randn(2, 3, 64, 64)
+    blocks = nn.ModuleList(blocks).to(memory_format=layout)
+    x = torch.randn(2, 3, 64, 64).to(memory_format=layout)
     oracle.with_gradients(blocks.parameters())
 
     def forward(call):

@@ -5,7 +5,6 @@ Nothing else in the package reaches into `torch._C`. All of these names exist, u
 """
 
 import contextlib
-import math
 import operator
 import sys
 import threading
@@ -300,28 +299,46 @@ def _scratch_of_convolution(
     result: Tensor, image: Tensor, weight: Tensor, _: Any, stride: Any, *others: Any
 ) -> int:
     """Copies, in another layout, of what it reads and makes."""
-    groups = others[-1]
+    *_, is_transposed, _, groups = others
     _, width, *kernel = weight.shape
     copies = image.nbytes + weight.nbytes + result.nbytes
     if not image.is_cpu:
         return copies
-    is_contiguous, is_short = image.is_contiguous(), image.itemsize < 4
-    if is_contiguous and max(*kernel, *stride) == 1 and not is_short:
-        return result.nbytes  # a matrix product; the gradient may have another layout
-    if len(kernel) == 1 and not is_contiguous:
+    is_short = image.itemsize < 4
+    # For the gradient of the weight, in float32.
+    sums = weight.nbytes * _padding(width) * _padding(len(weight) // groups)
+    sums = int(3 * sums if is_short else sums)
+    if image.is_contiguous():
+        if max(*kernel, *stride) == 1 and not is_short:
+            return result.nbytes  # a matrix product; the gradient may have another layout
+        if not (is_short or is_transposed or groups > 1):
+            # What has no gradient, such as the input of a model, is not copied.
+            copied = [result, image] if image.requires_grad else [result]
+            copies = weight.nbytes + sum(map(_padded, copied))
+        return copies if groups > 1 else max(sums, _with_stride(copies, image, stride))
+    if len(kernel) == 1:
         return 4 * image.nbytes  # the input and the gradient are made contiguous before all else
-    if groups > 1:
-        is_small = width == 1 and max(kernel) <= min(3, *image.shape[2:])
-        if is_small or is_contiguous or image.stride(1) != 1:
-            return copies
-    if is_contiguous and is_short:
-        copies += copies // 2
-    if is_contiguous and (is_short or max(stride) > 1):
-        copies = max(copies, 2 * image.nbytes)
-    # For the gradient of the weight: channels are padded to 16, sums are float32.
-    sides = width, len(weight) // groups
-    padded = math.prod([(side + 15) // 16 * 16 for side in sides]) / math.prod(sides)
-    return max(copies, int(weight.nbytes * padded * (1 if weight.itemsize >= 4 else 3)))
+    is_last = image.stride(1) == 1  # the dimension of channels
+    if is_last and len(kernel) == 2 and not is_short:
+        return max(2 * weight.nbytes, sums if max(kernel) > 3 else 0)
+    is_small = width == 1 and max(kernel) <= min(3, *image.shape[2:])
+    return copies if groups > 1 and (is_small or not is_last) else max(sums, copies)
+
+
+def _with_stride(copies: int, image: Tensor, stride: Any) -> int:
+    if image.itemsize < 4:
+        return max(copies + copies // 2, 2 * image.nbytes)
+    return max(copies, 2 * image.nbytes) if max(stride) > 1 and image.requires_grad else copies
+
+
+def _padded(tensor: Tensor) -> int:
+    """The bytes of a copy."""
+    return int(tensor.nbytes * _padding(tensor.shape[1]))
+
+
+def _padding(channels: int) -> float:
+    """Channels are padded to 16: by which factor their number grows."""
+    return (channels + 15) // 16 * 16 / channels
 
 
 # The context manager costs more than the setting.
