@@ -24,8 +24,8 @@ from .stretch import Stretch
 
 Cuts = Sequence[int]  # the first step of each segment but the first
 
-# What to look for under a peak: ways that hold the least, or also that leave the most room, or that
-# repeat the least; and how many of them at a position.
+# Aims under a peak, as the number of labels at a position: to hold the least; beside that, to leave
+# the most room; or to repeat the least.
 HOLD, ROOM, WORK = 1, 3, 8
 
 
@@ -107,8 +107,8 @@ class Cutting:
         return high, best
 
     def cuts(self, peak: int, budget: int | None, aim: int) -> list[Cuts]:
-        """Cuts under which no segment needs more than `peak`: those under which the least is held,
-        and others which are better in what is the aim, too."""
+        """Cuts under which no segment needs more than `peak`: those that hold the least, and others
+        that do better by the aim."""
         stretch, memories = self.stretch, self.stretch.memories
         best: dict[int, list[Label]] = defaultdict(list)
         best[0] = [Label(0, 0.0, peak, frozenset(), ())]

@@ -120,7 +120,8 @@ def _grouped(path: Path, slots: Iterable[int]) -> list[list[int]]:
             at_hand[value].append(slot)
             continue
         newest, reader = path.newest(value), path.saved_after[slot]
-        reader += newest < reader  # inputs are saved before the operator runs that reads them
+        if newest < reader:  # inputs are saved before the operator runs that reads them
+            reader += 1
         # Views of what is held go with what was saved beside them, and so does what is made again
         # in each window that needs it: a mask that all layers share.
         is_far = bisect_right(path.cuts, newest) < bisect_right(path.cuts, reader)

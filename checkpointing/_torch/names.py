@@ -326,6 +326,7 @@ def _scratch_of_convolution(
 
 
 def _with_stride(copies: int, image: Tensor, stride: Any) -> int:
+    """With what a stride, or bfloat16, adds to these copies."""
     if image.itemsize < 4:
         return max(copies + copies // 2, 2 * image.nbytes)
     return max(copies, 2 * image.nbytes) if max(stride) > 1 and image.requires_grad else copies
@@ -338,7 +339,7 @@ def _padded(tensor: Tensor) -> int:
 
 def _padding(channels: int) -> float:
     """Channels are padded to 16: by which factor their number grows."""
-    return (channels + 15) // 16 * 16 / channels
+    return (channels + 15) // 16 * 16 / max(1, channels)
 
 
 # The context manager costs more than the setting.
