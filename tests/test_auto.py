@@ -12,7 +12,7 @@ import programs
 import pytest
 import torch
 from beside import Code
-from oracle import NO_ROOM, PassThrough, Watching, bits, count, memory_of, scope
+from oracle import NO_ROOM, PassThrough, Watching, bits, count, memory_of, scope, through
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -43,6 +43,19 @@ def bytes_of(run):
     """Held between forward and backward, and at the peak; the first run fills caches."""
     run().backward()
     return memory_of(run)
+
+
+def beside_torch(forward, **options):
+    """A scope around all, its peak, and that with torch's checkpoint around each block. `forward`
+    gets what calls a block."""
+    theirs = bytes_of(lambda: forward(functools.partial(checkpoint, use_reentrant=False))).peak
+    run = scoped(lambda: forward(lambda block, *inputs: block(*inputs)), **options)
+    run().backward()
+    return run, bytes_of(run).peak, theirs
+
+
+def each_called(call, blocks):
+    return [functools.partial(call, block) for block in blocks]
 
 
 def units_of(x, n, wide=1):
@@ -863,10 +876,7 @@ def test_what_the_backward_of_a_convolution_works_with_is_predicted(layer, has_c
 def test_a_stack_needs_no_more_than_with_a_checkpoint_around_each_layer(build, most, options):
     layers, forward = build()
     oracle.with_gradients(nn.ModuleList(layers).parameters())
-    theirs = bytes_of(lambda: forward(functools.partial(checkpoint, use_reentrant=False))).peak
-    run = scoped(lambda: forward(lambda layer, *inputs: layer(*inputs)), **options)
-    run().backward()
-    peak = bytes_of(run).peak
+    run, peak, theirs = beside_torch(forward, **options)
     assert peak <= most * theirs
     assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
 
@@ -896,10 +906,7 @@ def test_stages_of_blocks_need_no_more_than_with_a_checkpoint_around_each_block(
     x = torch.randn(4, 16, 64, 64)
 
     def forward(call):
-        y = x
-        for block in stages:
-            y = call(block, y)
-        return y.square().mean()
+        return through(each_called(call, stages), x).square().mean()
 
     def peak(run):
         for _ in range(2):
@@ -931,15 +938,11 @@ def test_what_was_saved_before_a_convolution_with_a_stride_is_not_there_in_its_b
     oracle.with_gradients(layers.parameters())
 
     def forward(call):
-        y = x
-        for layer in layers:
-            y = call(layer, y)
+        y = through(each_called(call, layers), x)
         return units_of(y.mean(2), 400)  # many steps: few cuts are tried in the stem
 
-    theirs = bytes_of(lambda: forward(functools.partial(checkpoint, use_reentrant=False))).peak
-    run = scoped(lambda: forward(lambda layer, y: layer(y)), peak=1)
-    run().backward()
-    assert bytes_of(run).peak <= 1.1 * theirs
+    _, peak, theirs = beside_torch(forward, peak=1)
+    assert peak <= 1.1 * theirs
 
 
 class Bottleneck(nn.Module):
@@ -990,14 +993,9 @@ def test_a_pyramid_of_convolutions_needs_no_more_than_checkpoints_by_hand(most, 
     oracle.with_gradients(blocks.parameters())
 
     def forward(call):
-        y = x
-        for block in blocks:
-            y = call(block, y)
-        return y.mean((2, 3)).logsumexp(1).sum()
+        return through(each_called(call, blocks), x).mean((2, 3)).logsumexp(1).sum()
 
-    theirs = bytes_of(lambda: forward(functools.partial(checkpoint, use_reentrant=False))).peak
-    run = scoped(lambda: forward(lambda block, y: block(y)))
-    peak = bytes_of(run).peak
+    run, peak, theirs = beside_torch(forward)
     assert peak <= most * theirs
     assert abs(run.scope.stats.peak_predicted / peak - 1) <= 0.05
 
@@ -1014,8 +1012,8 @@ def test_what_is_made_again_for_a_reader_behind_a_cut_does_not_open_the_segment_
         parts = [call(lambda y, layer=layer: layer(y).relu().amax(-1), y) for layer in branches]
         return torch.cat(parts).square().mean()
 
-    theirs = bytes_of(lambda: forward(functools.partial(checkpoint, use_reentrant=False))).peak
-    assert bytes_of(scoped(lambda: forward(lambda run, y: run(y)))).peak <= 1.02 * theirs
+    _, peak, theirs = beside_torch(forward)
+    assert peak <= 1.02 * theirs
 
 
 def test_a_weight_that_is_saved_first_holds_nothing_that_a_later_window_starts_from():
@@ -1034,9 +1032,7 @@ def test_a_weight_that_is_saved_first_holds_nothing_that_a_later_window_starts_f
             h, c = call(cell, h, c)
         return h.square().mean()
 
-    theirs = bytes_of(lambda: forward(functools.partial(checkpoint, use_reentrant=False))).peak
-    run = scoped(lambda: forward(lambda fn, *args: fn(*args)))
-    peak = bytes_of(run).peak
+    run, peak, theirs = beside_torch(forward)
     assert peak <= theirs
     assert abs(run.scope.stats.peak_predicted / peak - 1) <= 0.05
 

@@ -70,12 +70,12 @@ def choose_first(stretch: Stretch, budget: int) -> Filling:
 
 def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
-    that needs more than `most`; elsewhere, these cuts. What repeats may be a layer and its loss, or
-    a stage of a pyramid, which are several blocks if that needs much less. Where little repeats,
-    nobody knows where users would begin their blocks."""
+    that needs more than `most`; elsewhere, these cuts. What repeats may be a layer and its loss,
+    which are two blocks if that needs much less. Where little repeats, nobody knows where users
+    would begin their blocks."""
     peak, count = 0, stretch.model.count
     runs = [run for run in stretch.blocks if stretch.are_alike(run)]
-    if sum([run[-1] - run[0] for run in runs]) < _MOST * count:
+    if sum([run[-1] - run[0] for run in runs]) < _MAIN_PART * count:
         return 0, cuts
     ends = {0, count}
     for run in runs:
@@ -99,7 +99,7 @@ def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) 
 
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
 _MOST_PEAKS = 16  # that are tried for a budget
-_MOST = 2 / 3  # of the steps
+_MAIN_PART = 2 / 3  # of the steps
 _MUCH_LESS = 7 / 8  # of the peak
 _MOST_SLACK = 1 / 2  # what may be spent on less recompute: a part of the least peak
 # The same, within a window: what it keeps first is made by a replay, which should be short.

@@ -24,8 +24,8 @@ from .stretch import Stretch
 
 Cuts = Sequence[int]  # the first step of each segment but the first
 
-# Aims under a peak, as the number of labels at a position: to hold the least; beside that, to leave
-# the most room; or to repeat the least.
+# What cuts should do, beside holding little: nothing else, leave room, or repeat little. These are
+# also the numbers of labels that a position may have.
 HOLD, ROOM, WORK = 1, 3, 8
 
 
@@ -43,7 +43,7 @@ class Label(NamedTuple):
     """One way to cut what lies before a position."""
 
     held: int
-    work: float  # to find the least peak: 0, or the room, negative
+    other: float  # less is better by the aim: 0, the room (negative), or the work that is repeated
     room: int  # how much more may be held in each segment
     kept: frozenset[int]
     cuts: tuple[int, ...]  # the starts of its segments
@@ -108,7 +108,7 @@ class Cutting:
 
     def cuts(self, peak: int, budget: int | None, aim: int) -> list[Cuts]:
         """Cuts under which no segment needs more than `peak`: those that hold the least, and others
-        that do better by the aim."""
+        that are better by the aim."""
         stretch, memories = self.stretch, self.stretch.memories
         best: dict[int, list[Label]] = defaultdict(list)
         best[0] = [Label(0, 0.0, peak, frozenset(), ())]
@@ -127,14 +127,14 @@ class Cutting:
                     if held > limit:
                         break  # longer ones read as much, or more
                     left = min(label.room - before_by[segment.reads], peak - segment.need - held)
-                    work = 0.0
+                    other = 0.0
                     if aim != HOLD:
-                        work = label.work + segment.work if aim == WORK else -left
-                    if any(x.held <= held and x.work <= work for x in there):
+                        other = label.other + segment.work if aim == WORK else -left
+                    if any(x.held <= held and x.other <= other for x in there):
                         continue
                     kept = label.kept.union(opening.across[: segment.reads])
                     if left >= 0 and self._fits(held, kept, segment.worst, peak):
-                        _add(there, Label(held, work, left, kept, (*label.cuts, start)), aim)
+                        _add(there, Label(held, other, left, kept, (*label.cuts, start)), aim)
         return [label.cuts[1:] for label in best[stretch.model.count]]
 
     def _fits(self, held: int, kept: Iterable[int], worst: int, peak: int) -> bool:
@@ -147,8 +147,8 @@ class Cutting:
 
 
 def _add(labels: list[Label], new: Label, most: int) -> None:
-    """Add a label in place of those that hold as much, and repeat as much."""
-    better = [each for each in labels if each.held < new.held or each.work < new.work]
+    """Add a label in place of those that hold as much, and are no better by the aim."""
+    better = [each for each in labels if each.held < new.held or each.other < new.other]
     labels[:] = sorted([*better, new], key=lambda label: label[:2])
     if len(labels) > most:  # leave out the one that is most like its neighbours
         del labels[min(range(1, most), key=lambda n: labels[n + 1].held - labels[n - 1].held)]

@@ -120,11 +120,12 @@ class Model:
         self.backward = self.sums(spans)[1:]
 
     def _losses(self) -> Iterator[Span]:
-        """What losses work with, before they sum up: copies of the largest tensor they read."""
+        """What losses allocate before they sum up."""
         for step in self.path.steps:
-            read = [self.memories[number].nbytes for number in self.reads[step.index]]
-            nbytes = _LOSSES.get(step.info.base, 0) * max(read, default=0)
-            yield step.index, step.index, nbytes
+            copies = _LOSSES.get(step.info.base)
+            if copies is not None:
+                read = [self.memories[number].nbytes for number in self.reads[step.index]]
+                yield step.index, step.index, copies * max(read, default=0)
 
     def _find_final(self, elsewhere: Set[int]) -> None:
         """Find which memories can be held, from when on, and what that costs. Somebody else holds
@@ -350,9 +351,9 @@ class Model:
             read = self._bytes_of(self.reads[step.index])
             more = int(_DERIVATIVES.get(step.info.base, 0) * read + step.scratch * self.scale)
             more += self._added_to_gradients(step)
-            if step.info.base in ("mul", "div") and self._broadcasts(step, made):
-                # What is summed up for the gradient of the smaller one.
-                more += made if step.info.base == "mul" else 3 * made
+            copies = _BROADCASTING.get(step.info.base)
+            if copies is not None and self._broadcasts(step, made):
+                more += copies * made
             if more:
                 pending.append((step.index + 1, step.index + 1, more))
         for number, uses in self._uses.items():
@@ -399,6 +400,9 @@ _DERIVATIVES = {
     "std": 1,
     "var": 1,
 }
+# What is summed up for the gradient of a smaller factor or divisor, in sizes of the result.
+_BROADCASTING = {"div": 3, "mul": 1}
+# Copies that the forward of a loss makes of the largest tensor that it reads.
 _LOSSES = {
     "binary_cross_entropy_with_logits": 2,
     "huber_loss": 1,

@@ -36,13 +36,13 @@ def find_decisions(known: Memories, step: Step, store: Store) -> None:
     made = {known.value(cell): known.tensor_in(cell) for cell in cells}
     decided: dict[Value, Tensor] = {}
     if step.info.sizes_depend_on_data:
-        decided = {value: read for value, read in unsure.items() if not _is_rounded(read)}
+        decided = {value: read for value, read in unsure.items() if not is_rounded(read)}
         # Of rounded numbers alone (`unique`), the results are all there is to hold.
         if not decided and unsure.keys() == {*step.reads}:
             decided = made
     is_exact = step.info.is_pointwise or not step.reads
     for value, tensor in made.items():
-        if not unsure and (is_exact or not _is_rounded(tensor)):
+        if not unsure and (is_exact or not is_rounded(tensor)):
             step.sure += (value[0],)
         elif tensor.dtype in _INDICES and not step.info.pools:
             decided[value] = tensor
@@ -53,5 +53,5 @@ def find_decisions(known: Memories, step: Step, store: Store) -> None:
             step.decides += (Hold(value, known.memory_of[value[0]].number),)
 
 
-def _is_rounded(tensor: Tensor) -> bool:
+def is_rounded(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._engine import entered_from, is_parameter, root_of
-from .decisions import find_decisions
+from .decisions import find_decisions, is_rounded
 from .match import Matcher
 from .memories import MADE, OUTSIDE, UNFILLED, Memories, Memory
 from .ops import info_of, tensors_of
@@ -306,7 +306,7 @@ class Recorder(Memories):
                 memory = Memory(cell, state)
                 step.states += ((cell, state),)
                 step.sizes += ((cell, _torch.memory_size(tensor)),)
-                if not (tensor.is_floating_point() or tensor.is_complex()):
+                if not is_rounded(tensor):
                     step.integers += (cell,)
             step.memories += ((cell, memory.number),)
         step.count = len(step.memories)

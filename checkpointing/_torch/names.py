@@ -284,12 +284,12 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def scratch_of(func: Any, args: Any, result: Any) -> int:
-    """The bytes that the backward of an operator with kernels of its own works with, beside
-    gradients. On a CPU, they are those of oneDNN, measured with AVX-512."""
+    """The bytes that kernels allocate in the backward of an operator, beside gradients. On a CPU,
+    those of oneDNN, measured with AVX-512."""
     if func is CONVOLUTION:
         return _scratch_of_convolution(result, *args)
     if func is BATCH_NORM and args[0].is_cpu:
-        return int(args[0].nbytes)  # a gradient that is left empty
+        return int(args[0].nbytes)  # a second gradient of its input, which nothing reads
     if func is LSTM:  # weights in another layout, and gradients of the gates
         return int(2 * (args[1].nbytes + args[2].nbytes) + 4 * result[0].nbytes)
     return 0
@@ -311,11 +311,9 @@ def _scratch_of_convolution(
     if image.is_contiguous():
         if max(*kernel, *stride) == 1 and not is_short:
             return result.nbytes  # a matrix product; the gradient may have another layout
-        if not (is_short or is_transposed or groups > 1):
-            # What has no gradient, such as the input of a model, is not copied.
-            copied = [result, image] if image.requires_grad else [result]
-            copies = weight.nbytes + sum(map(_padded, copied))
-        return copies if groups > 1 else max(sums, _with_stride(copies, image, stride))
+        if groups == 1:
+            copies = max(sums, _copies_in_order(result, image, weight, stride, is_transposed))
+        return copies
     if len(kernel) == 1:
         return 4 * image.nbytes  # the input and the gradient are made contiguous before all else
     is_last = image.stride(1) == 1  # the dimension of channels
@@ -325,20 +323,24 @@ def _scratch_of_convolution(
     return copies if groups > 1 and (is_small or not is_last) else max(sums, copies)
 
 
-def _with_stride(copies: int, image: Tensor, stride: Any) -> int:
-    """With what a stride, or bfloat16, adds to these copies."""
+def _copies_in_order(
+    result: Tensor, image: Tensor, weight: Tensor, stride: Any, is_transposed: bool
+) -> int:
+    """Those of a contiguous image, in one group."""
+    copies = image.nbytes + weight.nbytes + result.nbytes
     if image.itemsize < 4:
         return max(copies + copies // 2, 2 * image.nbytes)
-    return max(copies, 2 * image.nbytes) if max(stride) > 1 and image.requires_grad else copies
-
-
-def _padded(tensor: Tensor) -> int:
-    """The bytes of a copy."""
-    return int(tensor.nbytes * _padding(tensor.shape[1]))
+    if not is_transposed:
+        # What has no gradient, such as the input of a model, is not copied.
+        copied = [result, image] if image.requires_grad else [result]
+        copies = weight.nbytes + sum([int(t.nbytes * _padding(t.shape[1])) for t in copied])
+    if max(stride) > 1 and image.requires_grad:
+        copies = max(copies, 2 * image.nbytes)
+    return copies
 
 
 def _padding(channels: int) -> float:
-    """Channels are padded to 16: by which factor their number grows."""
+    """By which factor the number of channels grows where kernels pad it to 16."""
     return (channels + 15) // 16 * 16 / max(1, channels)
 
 
