@@ -855,6 +855,7 @@ def test_one_row_that_is_joined_to_something_has_a_gradient_of_the_whole():
     [
         (nn.Conv2d(96, 192, 3, 2, 1), False),
         (nn.Conv2d(96, 24, 2, 2), False),
+        (nn.ConvTranspose2d(96, 24, 4, 2, 1), False),
         (nn.Sequential(nn.Flatten(2), nn.Conv1d(96, 24, 3)), True),
         (nn.Conv2d(96, 96, 7, padding=3, groups=96), True),
     ],
@@ -868,6 +869,15 @@ def test_what_the_backward_of_a_convolution_works_with_is_predicted(layer, has_c
     run = scoped(lambda: layer(image * 2).square().mean(), budget="1 GiB")
     _, peak = bytes_of(run)
     assert peak <= 1.1 * run.scope.stats.peak_predicted
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+def test_what_a_convolution_of_frames_without_a_gradient_works_with_is_predicted(channels):
+    """Frames with more channels than colours are copied."""
+    layer, frames = nn.Conv2d(channels, 16, 8, 4), torch.randn(16, channels, 64, 64)
+    run = scoped(lambda: layer(frames / 2).square().mean())
+    _, peak = bytes_of(run)
+    assert peak <= 1.05 * run.scope.stats.peak_predicted
 
 
 @NO_ROOM
@@ -998,6 +1008,22 @@ def test_a_pyramid_of_convolutions_needs_no_more_than_checkpoints_by_hand(most, 
     run, peak, theirs = beside_torch(forward)
     assert peak <= most * theirs
     assert abs(run.scope.stats.peak_predicted / peak - 1) <= 0.05
+
+
+@NO_ROOM
+def test_a_generator_of_images_needs_no_more_than_checkpoints_by_hand():
+    """The gradient of an image in colour is not copied, unlike those of wider layers."""
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.ConvTranspose2d(*pair, 4, 2, 1), nn.BatchNorm2d(pair[1]), nn.ReLU())
+        for pair in itertools.pairwise([256, 128, 64, 32, 16, 3])
+    )
+    x = torch.randn(4, 256, 4, 4)
+    oracle.with_gradients(blocks.parameters())
+    run, peak, theirs = beside_torch(
+        lambda call: through(each_called(call, blocks), x).tanh().mean()
+    )
+    assert peak <= theirs
+    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
 
 
 @NO_ROOM

@@ -327,21 +327,27 @@ def _copies_in_order(
     result: Tensor, image: Tensor, weight: Tensor, stride: Any, is_transposed: bool
 ) -> int:
     """Those of a contiguous image, in one group."""
-    copies = image.nbytes + weight.nbytes + result.nbytes
+    copies = image.nbytes + weight.nbytes
     if image.itemsize < 4:
+        copies += result.nbytes
         return max(copies + copies // 2, 2 * image.nbytes)
-    if not is_transposed:
-        # What has no gradient, such as the input of a model, is not copied.
-        copied = [result, image] if image.requires_grad else [result]
-        copies = weight.nbytes + sum([int(t.nbytes * _padding(t.shape[1])) for t in copied])
+    if is_transposed:  # images in colour are not copied
+        return copies + (result.nbytes if result.shape[1] > _COLOURS else 0)
+    channels = image.shape[1]
+    copies = weight.nbytes + int(result.nbytes * _padding(result.shape[1]))
+    if image.requires_grad or channels > _COLOURS:
+        copies += int(image.nbytes * _padding(channels, 8 if _COLOURS < channels <= 8 else 16))
     if max(stride) > 1 and image.requires_grad:
         copies = max(copies, 2 * image.nbytes)
     return copies
 
 
-def _padding(channels: int) -> float:
-    """By which factor the number of channels grows where kernels pad it to 16."""
-    return (channels + 15) // 16 * 16 / max(1, channels)
+_COLOURS = 3  # the channels of an image
+
+
+def _padding(channels: int, block: int = 16) -> float:
+    """By which factor the number of channels grows where kernels pad it to blocks."""
+    return -(-channels // block) * block / max(1, channels)
 
 
 # The context manager costs more than the setting.
