@@ -95,7 +95,7 @@ class Model:
         self._joining = {
             step.index
             for step in path.steps
-            if step.info.base in _JOINS
+            if step.info.base in _torch.JOINS
             and self._bytes_of(self.reads[step.index]) <= self._bytes_of(self.made[step.index])
         }
         for number in range(len(path.slots)):
@@ -122,7 +122,7 @@ class Model:
     def _losses(self) -> Iterator[Span]:
         """What losses allocate before they sum up."""
         for step in self.path.steps:
-            copies = _LOSSES.get(step.info.base)
+            copies = _torch.LOSSES.get(step.info.base)
             if copies is not None:
                 read = [self.memories[number].nbytes for number in self.reads[step.index]]
                 yield step.index, step.index, copies * max(read, default=0)
@@ -305,7 +305,7 @@ class Model:
                     yield last, self._last_read.get(part, index) + 1, nbytes
                 yield memory.maker + 1, last, memory.nbytes
 
-    def _gradients_of_joined(self, index: int, nbytes: int) -> Iterator[Span]:
+    def _gradients_of_joined(self, index: int) -> Iterator[Span]:
         """What `cat` and `stack` read last gets a view of their gradient, up to its maker, or to a
         reader before: the sum is a tensor of its own."""
         read = [self.memories[number] for number in self.reads[index]]
@@ -316,14 +316,14 @@ class Model:
             if before > memory.maker:
                 yield memory.maker + 1, before, memory.nbytes
             first = min(first, before)
-        yield first + 1, index, nbytes
+        yield first + 1, index, self._bytes_of(self.made[index])
 
     def _added_to_gradients(self, step: Step) -> int:
         """The bytes that the backward of a step adds to gradients that are there already, from
         later readers: each is beside the sum. An addition and a copy hand on the gradient that they
         got, and the gradient of what a step writes in place is replaced."""
         gives = any(self.memories[number].has_gradient for number in self.made[step.index])
-        if step.info.base in ("add", "add_", "clone", *_JOINS) or not gives:
+        if step.info.base in ("add", "add_", "clone", *_torch.JOINS) or not gives:
             return 0
         numbers = [self.path.memory_of[cell] for cell, _ in step.reads]
         read = [self.memories[n] for n in numbers if n in self.memories and n not in self._split]
@@ -332,28 +332,14 @@ class Model:
         first = [memory for memory in {*given} if memory.last_read == step.index]
         return sum([m.nbytes for m in given]) - sum([m.nbytes for m in first])
 
-    def _broadcasts(self, step: Step, nbytes: int) -> bool:
-        """Whether a step makes so many bytes from something smaller that has a gradient."""
-        made = [self.memories[number] for number in self.reads[step.index]]
-        sizes = [memory.nbytes for memory in made if memory.has_gradient]
-        read = {self.path.memory_of[cell] for cell, _ in step.reads}
-        sizes += [self._gradients[number] for number in read & self._gradients.keys()]
-        return min(sizes, default=nbytes) < nbytes
-
     def _needed_by_backward(self) -> list[Span]:
         """By position to which backward has come: bytes that it works with, beside what is kept or
         was saved."""
         pending = [*self._gradients_of_memories()]
         for step in self.path.steps:
-            made = self._bytes_of(self.made[step.index])
-            if step.info.base in _JOINS:
-                pending += self._gradients_of_joined(step.index, made)
-            read = self._bytes_of(self.reads[step.index])
-            more = int(_DERIVATIVES.get(step.info.base, 0) * read + step.scratch * self.scale)
-            more += self._added_to_gradients(step)
-            copies = _BROADCASTING.get(step.info.base)
-            if copies is not None and self._broadcasts(step, made):
-                more += copies * made
+            if step.info.base in _torch.JOINS:
+                pending += self._gradients_of_joined(step.index)
+            more = int(step.scratch * self.scale) + self._added_to_gradients(step)
             if more:
                 pending.append((step.index + 1, step.index + 1, more))
         for number, uses in self._uses.items():
@@ -378,35 +364,4 @@ def still_waiting(run: Run, cells: Iterable[int]) -> list[int]:
 
 
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
-_JOINS = ("cat", "stack")
-# Derivatives that are several operators: what these make on the way, in sizes of what is read.
-_DERIVATIVES = {
-    "_prelu_kernel": 1,
-    "abs": 1,
-    "amax": 1.25,
-    "clamp": 0.5,
-    "clamp_min": 0.25,
-    "cos": 2,
-    "cumsum": 2,
-    "erf": 4,
-    "linalg_vector_norm": 1,
-    "log1p": 1,
-    "logsumexp": 2,
-    "pow": 2,
-    "reciprocal": 2,
-    "rsqrt": 2,
-    "sin": 1,
-    "sqrt": 1,
-    "std": 1,
-    "var": 1,
-}
-# What is summed up for the gradient of a smaller factor or divisor, in sizes of the result.
-_BROADCASTING = {"div": 3, "mul": 1}
-# Copies that the forward of a loss makes of the largest tensor that it reads.
-_LOSSES = {
-    "binary_cross_entropy_with_logits": 2,
-    "huber_loss": 1,
-    "mse_loss": 1,
-    "smooth_l1_loss": 1,
-}
 _SMALL = 512  # bytes: a block of CUDA's allocator

@@ -229,9 +229,6 @@ def set_function_modes(modes: Sequence[Any]) -> None:
 OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
 CAST = torch.ops.aten._to_copy.default  # to another dtype or device
-BATCH_NORM = torch.ops.aten.native_batch_norm.default
-CONVOLUTION = torch.ops.aten.convolution.default
-LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 # Operators that take a storage, and the same with a tensor on it.
 TAKE_STORAGE = {
     torch.ops.aten.set_.source_Storage: torch.ops.aten.set_.source_Tensor,
@@ -244,110 +241,6 @@ TAKE_STORAGE = {
 def quick_call(func: Any) -> Any:
     """The C++ function that an `OpOverload` calls; operators of other kinds stay as they are."""
     return func._op if type(func) is OpOverload else func
-
-
-# Autograd saves what these return: their derivatives are formulas of it.
-_SAVED = {
-    "exp",
-    "expm1",
-    "log_softmax",
-    "reciprocal",
-    "relu",
-    "rsqrt",
-    "safe_softmax",
-    "scaled_dot_product_cudnn_attention",
-    "scaled_dot_product_efficient_attention",
-    "scaled_dot_product_flash_attention",
-    "scaled_dot_product_flash_attention_for_cpu",
-    "sigmoid",
-    "softmax",
-    "sqrt",
-    "tanh",
-}
-
-
-def saves_its_result(func: Any) -> bool:
-    """Whether autograd saves the result of an operator for that operator's own backward."""
-    return getattr(func, "__name__", "").partition(".")[0].strip("_") in _SAVED
-
-
-def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """The floating-point operations of a call; 0 if torch does not count the operator, or does not
-    know the shapes."""
-    from torch.utils.flop_counter import flop_registry  # `import torch` does not import it
-
-    formula = flop_registry.get(getattr(func, "overloadpacket", func))
-    try:
-        return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
-    except (AssertionError, IndexError, TypeError, ValueError):
-        return 0
-
-
-def scratch_of(func: Any, args: Any, result: Any) -> int:
-    """The bytes that kernels allocate in the backward of an operator, beside gradients. On a CPU,
-    those of oneDNN, measured with AVX-512."""
-    if func is CONVOLUTION:
-        return _scratch_of_convolution(result, *args)
-    if func is BATCH_NORM and args[0].is_cpu:
-        return int(args[0].nbytes)  # a second gradient of its input, which nothing reads
-    if func is LSTM:  # weights in another layout, and gradients of the gates
-        return int(2 * (args[1].nbytes + args[2].nbytes) + 4 * result[0].nbytes)
-    return 0
-
-
-def _scratch_of_convolution(
-    result: Tensor, image: Tensor, weight: Tensor, _: Any, stride: Any, *others: Any
-) -> int:
-    """Copies, in another layout, of what it reads and makes."""
-    *_, is_transposed, _, groups = others
-    _, width, *kernel = weight.shape
-    copies = image.nbytes + weight.nbytes + result.nbytes
-    if not image.is_cpu:
-        return copies
-    is_short = image.itemsize < 4
-    # For the gradient of the weight, in float32.
-    sums = weight.nbytes * _padding(width) * _padding(len(weight) // groups)
-    sums = int(3 * sums if is_short else sums)
-    if image.is_contiguous():
-        if max(*kernel, *stride) == 1 and not is_short:
-            return result.nbytes  # a matrix product; the gradient may have another layout
-        if groups == 1:
-            copies = max(sums, _copies_in_order(result, image, weight, stride, is_transposed))
-        return copies
-    if len(kernel) == 1:
-        return 4 * image.nbytes  # the input and the gradient are made contiguous before all else
-    is_last = image.stride(1) == 1  # the dimension of channels
-    if is_last and len(kernel) == 2 and not is_short:
-        return max(2 * weight.nbytes, sums if max(kernel) > 3 else 0)
-    is_small = width == 1 and max(kernel) <= min(3, *image.shape[2:])
-    return copies if groups > 1 and (is_small or not is_last) else max(sums, copies)
-
-
-def _copies_in_order(
-    result: Tensor, image: Tensor, weight: Tensor, stride: Any, is_transposed: bool
-) -> int:
-    """Those of a contiguous image, in one group."""
-    copies = image.nbytes + weight.nbytes
-    if image.itemsize < 4:
-        copies += result.nbytes
-        return max(copies + copies // 2, 2 * image.nbytes)
-    if is_transposed:  # images in colour are not copied
-        return copies + (result.nbytes if result.shape[1] > _COLOURS else 0)
-    channels = image.shape[1]
-    copies = weight.nbytes + int(result.nbytes * _padding(result.shape[1]))
-    if image.requires_grad or channels > _COLOURS:
-        copies += int(image.nbytes * _padding(channels, 8 if _COLOURS < channels <= 8 else 16))
-    if max(stride) > 1 and image.requires_grad:
-        copies = max(copies, 2 * image.nbytes)
-    return copies
-
-
-_COLOURS = 3  # the channels of an image
-
-
-def _padding(channels: int, block: int = 16) -> float:
-    """By which factor the number of channels grows where kernels pad it to blocks."""
-    return -(-channels // block) * block / max(1, channels)
 
 
 # The context manager costs more than the setting.
