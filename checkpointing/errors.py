@@ -178,7 +178,8 @@ def changed(
 def other_parameter(frame: Any, slot: int, line: str, then: str, now: str) -> MismatchError:
     return MismatchError(
         f"{frame}: in slot {slot}, at {line}, the recompute saves {now} where the forward saved "
-        f"{then}. Both must save the same parameter if it trains. {frame.hint}"
+        f"{then}. Both must save the same parameter, or a frozen one of the same values. "
+        f"{frame.hint}"
     )
 
 

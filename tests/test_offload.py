@@ -132,6 +132,28 @@ def test_of_two_places_the_first_one_counts(first, second):
     y.sum().backward()
 
 
+@pytest.mark.parametrize("choose", [lambda: save_ops(SIN), lambda: save_tagged("a")])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_choices_that_keep_a_value_the_first_one_says_where(choose, is_first):
+    here, there = choose(), offload(choose(), min_bytes=0)
+    with checkpoint_scope(policy=there | here if is_first else here | there):
+        y = tag(torch.rand(1000).requires_grad_().sin(), "a").exp()
+    assert len(offloaded(y)) == is_first
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("policy", ["inputs, too", "auto", "beside others"])
+def test_expanded_tensors_come_back_expanded(policy):
+    x = torch.linspace(-1, 1, 40).view(5, 8).requires_grad_()
+
+    def step(region):
+        y = region(lambda row, x: (row.expand(4, 5, 8) * x).cos())(x * 1, x)
+        first = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return bits([y, *first, *torch.autograd.grad(first[0].sin().sum(), x)])
+
+    assert step(lambda fn: scoped(fn, POLICIES[policy])) == step(lambda fn: fn)
+
+
 def branches(x):
     stem = x.sin().exp()
     return [(stem.tanh() * i).sin().exp().sum() for i in (1, 2, 3)]

@@ -226,6 +226,44 @@ def test_frozen_weights_that_come_back_as_others_are_refused(door, other):
         y.sum().backward()
 
 
+class Frozen(nn.Module):
+    """A frozen layer, and frozen adapters, one of which is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.active = nn.Linear(4, 4), "a"
+        self.adapters = nn.ModuleDict({name: nn.Linear(4, 4) for name in "ab"})
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        return self.adapters[self.active](self.layer(x)).sin()
+
+
+EXCHANGED = {
+    "another layer": lambda module: setattr(module, "layer", Frozen().layer),
+    "another adapter": lambda module: setattr(module, "active", "b"),
+}
+
+
+@pytest.mark.parametrize("door", RERUNS)
+@pytest.mark.parametrize("what", EXCHANGED)
+def test_frozen_layers_that_are_exchanged_are_refused(door, what):
+    module, x = Frozen(), leaf(2, 4)
+    y = WAYS[door](module)(x)
+    EXCHANGED[what](module)
+    with pytest.raises(MismatchError, match="or a frozen one of the same values"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("door", RERUNS)
+def test_a_frozen_layer_may_be_exchanged_for_a_copy(door):
+    module, x = Frozen(), leaf(2, 4)
+    y = WAYS[door](module)(x).sum()
+    want = torch.autograd.grad(y, x, retain_graph=True)
+    module.layer = copy.deepcopy(module.layer)
+    same(torch.autograd.grad(y, x), want)
+
+
 class Reads(nn.Module):
     """Reads parameters, most in ways in which no operator saves them; `later` not at all."""
 

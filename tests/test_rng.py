@@ -116,6 +116,22 @@ class Owner(nn.Module):
         return self.fn(x, self.get(self))
 
 
+def with_default(fn, g):
+    class Owning(nn.Module):
+        def forward(self, x, g=g):
+            return fn(x, g)
+
+    return Owning()
+
+
+def callable_with_default(fn, g):
+    class Callable:
+        def __call__(self, x, g=g):
+            return fn(x, g)
+
+    return Callable()
+
+
 PASSED = {
     "positional": lambda door, fn, g, x: door(fn)(x, g),
     "keyword": lambda door, fn, g, x: door(fn)(x, generator=g),
@@ -124,6 +140,9 @@ PASSED = {
     "closed over": lambda door, fn, g, x: door(lambda x: fn(x, g))(x),
     "default": lambda door, fn, g, x: door(lambda x, g=g: fn(x, g))(x),
     "list in a default": lambda door, fn, g, x: door(lambda x, *, s=(g,): fn(x, s[0]))(x),
+    "default of a module": lambda door, fn, g, x: door(with_default(fn, g))(x),
+    "default of a module's forward": lambda door, fn, g, x: door(with_default(fn, g).forward)(x),
+    "default of an object": lambda door, fn, g, x: door(callable_with_default(fn, g))(x),
     "list of a module": lambda door, fn, g, x: door(Owner(fn, lambda m: m.a[1], a=[1, g]))(x),
     "dict of a module": lambda door, fn, g, x: door(
         nn.Sequential(nn.Identity(), Owner(fn, lambda m: m.a["g"], a={"g": g}, n=3))

@@ -28,7 +28,16 @@ from .state import (
     rngs_of,
     undo_all,
 )
-from .tensors import Held, Name, check_version, is_parameter, is_referenced, named, root_of
+from .tensors import (
+    Held,
+    Name,
+    check_version,
+    is_another,
+    is_parameter,
+    is_referenced,
+    named,
+    root_of,
+)
 from .threads import Region, aside, thread, within, without_recording
 from .tree import ATOMS, Field, map_tensors, put_together, take_apart, tensors_in
 from .where import described, entered_from, stack_of_user, user_line, warn

@@ -29,7 +29,7 @@ graph task in any case.
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -145,6 +145,10 @@ class Frame:
     def at_hand(self, holder: Holder) -> Tensor | None:
         """The tensor of a holder, if it need not be computed."""
         raise NotImplementedError
+
+    def note_written(self, storages: Set[int]) -> None:
+        """A region inside writes to these."""
+        self.written |= storages
 
     def recompute(self, holder: Holder, task: Task) -> None:
         """Deliver the tensor of this holder, and others that are wanted and computed on the way."""

@@ -215,7 +215,7 @@ def _owner_of(hooks: Hooks | None) -> Any:
 
 
 def note_written(hooks: Hooks | None, storages: Set[int | None]) -> None:
-    """Tell the region around that an inner region has written to these storages."""
+    """Tell the region around, or its recompute, that an inner region writes to these storages."""
     owner = _owner_of(hooks)
     if owner is not None:
-        owner.written |= storages - {None}
+        owner.note_written(storages - {None})

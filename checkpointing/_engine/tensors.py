@@ -36,6 +36,15 @@ def is_parameter(root: Tensor) -> bool:
     return type(root) is not Tensor and isinstance(root, nn.Parameter)
 
 
+def is_another(parameter: Tensor | None, other: Tensor | None) -> bool:
+    """Whether a frozen parameter is in the place of another frozen one, with other values."""
+    if not type(parameter) is type(other) is nn.Parameter or parameter.requires_grad:
+        return False
+    if not _torch.memory_size(parameter) or not _torch.are_alike(parameter, other):
+        return False
+    return not _torch.same_bits(parameter, other)
+
+
 def carries_nothing(tensor: Tensor) -> bool:
     """Whether a view shows the `requires_grad` of its base, and was made under `no_grad`. (A view
     whose base was written with a gradient counts as a leaf until its `grad_fn` is read.)"""

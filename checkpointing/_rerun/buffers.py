@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch, errors
-from .._engine import ATOMS, Aliased, Field, Undo, named, without_recording
+from .._engine import ATOMS, Aliased, Field, Undo, is_another, named, without_recording
 from .inputs import Inputs, items_of
 
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
@@ -131,7 +131,7 @@ class Buffers:
             if tensor is other:
                 continue
             is_gone = not isinstance(tensor, nn.Parameter) and id(tensor) not in map(id, now)
-            if is_gone or _is_another(tensor, other):
+            if is_gone or is_another(tensor, other):
                 raise errors.exchanged(frame, named("a parameter", tensor))
         return [each for each, version in self._trained if each._version != version]
 
@@ -158,15 +158,6 @@ class Buffers:
             self.rewound = {*map(_torch.storage_id, parts)}
             undo.append((Moment.go_back, Moment(self.then.tensors, self.then.memory)))
             self.then.go_back()
-
-
-def _is_another(tensor: Tensor, other: Tensor) -> bool:
-    """Whether a frozen parameter is in the place of another frozen one, with other values."""
-    if not type(tensor) is type(other) is nn.Parameter or tensor.requires_grad:
-        return False
-    if not _torch.memory_size(tensor) or not _torch.are_alike(tensor, other):
-        return False
-    return not _torch.same_bits(tensor, other)
 
 
 def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:

@@ -61,11 +61,13 @@ class Inputs:
 
     def capture(self, function: Any) -> Cells:
         """Look for modules in a function, and hold the variables that it closes over."""
+        if type(function) not in (FunctionType, MethodType):
+            self.look_at(function)
+            function = function.forward if isinstance(function, Module) else type(function).__call__
         if type(function) is MethodType:
             self.look_at(function.__self__)
             function = function.__func__
-        if type(function) is not FunctionType:  # a module, or another object that can be called
-            self.look_at(function)
+        if type(function) is not FunctionType:  # it is not written in Python
             return []
         self._look_into(function)
         if hasattr(function, "__wrapped__"):  # as `checkpointed` leaves it

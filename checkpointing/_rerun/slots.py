@@ -8,8 +8,9 @@ A region inside takes its inputs as slots of the one around, and says so, on bot
     announce(role, t) the next slot is the     announce   the next slot must be the same input
                       input `role` of a
                       region inside
-    written           storages of inputs that  --         inputs in these storages are delivered
-                      such a region wrote                 as copies
+    note_written(s)   later, inputs in these   same       new copies are made of inputs in these
+                      storages are delivered              storages
+                      as copies
     --                                         replace    such a region is about to write a
                                                           delivered tensor: a copy replaces it
     modules           their buffers change     rewound    tensors on them are delivered as copies
@@ -35,6 +36,7 @@ from .._engine import (
     Task,
     check_version,
     identity,
+    is_another,
     is_parameter,
     named,
     reader,
@@ -47,7 +49,6 @@ from .._torch import node_count, pop_hooks, push_hooks
 class Calling:
     """The recompute: each saved tensor is compared with its slot, and delivered."""
 
-    written: frozenset[int] = frozenset()  # the forward has noted them
     rewound: Set[int]  # storages that have older values until the call ends
     _passed = 0  # slots so far
     _stop_at = sys.maxsize  # the slot at which to stop
@@ -123,6 +124,11 @@ class Calling:
 
     def announce(self, role: object, tensor: Tensor) -> None:
         self._role, self._is_watched = role, True
+
+    def note_written(self, storages: Set[int]) -> None:
+        """Copies made so far show what is there no more, also if no version is counted up because
+        the operator fails."""
+        self._copies.forget(storages)
 
     def replace(self, delivered: Tensor, copy: Tensor) -> None:
         """A region inside is about to write a delivered tensor: deliver a copy instead."""
@@ -201,7 +207,7 @@ class Calling:
                 if saved[2] is not found[2]:  # so other tensors are saved around it
                     raise errors.changed(frame, f"`requires_grad` of {now}")
                 raise errors.changed(frame, now, saved[1], found[1])
-            if not (must_stay or must_be):
+            if not (must_stay or must_be or is_another(saved[-1](), found[-1]())):
                 return
         raise errors.other_parameter(frame, holder.slot, user_line(), then, now)
 

@@ -72,6 +72,17 @@ OPEN["theirs"] = lambda f: partial(checkpoint, f, use_reentrant=False)
 
 
 HOLES = {
+    "an operator that fails and has written what a block in a rerun reads before and after": """
+    def inner(w):
+        m = torch.ones(4)
+        with scope():
+            y = w * (m * 1)
+            try:
+                m.index_add_(0, torch.tensor([0, 1, 77]), torch.ones(3))
+            except IndexError:
+                pass
+            return y + w * m
+    see(grad([rerun(inner)(w)], [w]))""",
     "what follows a backward inside is recorded where it runs": """
     x = a.sin()
     with scope():
