@@ -100,6 +100,28 @@ def test_a_rerun_stops_at_the_last_tensor_that_is_wanted():
     assert added(program, "c", early_stop=False) == {"mm": 2, "sin": 1, "add": 1}
 
 
+def test_a_rerun_stops_at_a_count_that_is_saved_last():
+    """The last tensor of a loss is a number of tokens, or of those that count; metrics follow."""
+
+    def program(region):
+        def mean(x, w):
+            loss = (x @ w).sin().sum() / (w > 0).sum().float()
+            log.append("metrics")
+            return loss
+
+        def classes(x, w):
+            loss = F.cross_entropy(x @ w, torch.arange(40))
+            log.append("metrics")
+            return loss
+
+        return lambda x, w: region(mean)(x, w) + region(classes)(x, w)
+
+    log = []
+    x, w = leaf(40, 40), leaf(40, 40)
+    program(checkpointed)(x, w).backward()
+    assert len(log) == 2
+
+
 @DOOR
 @EARLY_STOP
 @pytest.mark.parametrize("times", [1, 3])

@@ -57,7 +57,7 @@ class Buffers:
         `inputs`."""
         flags: dict[nn.Module, Any] = {}  # None: frozen TorchScript, which has no flag
         # With the buffers they had, and the numbers beside these.
-        self._entries: list[tuple[nn.Module, dict[str, Any], list[Any]]] = []
+        self._entries: list[tuple[nn.Module, dict[str, Any], dict[str, list[Any]]]] = []
         self._owners = []  # modules with parameters
         modules: list[nn.Module | None] = [*inputs.modules]
         for module in modules:
@@ -191,15 +191,23 @@ def _set_flags(flags: dict[nn.Module, bool | None]) -> None:
             module.training = is_training
 
 
-def _numbers_of(module: nn.Module) -> list[Any]:
+def _numbers_of(module: nn.Module) -> dict[str, list[Any]]:
     """Numbers and sizes in the attributes of a module that has caches."""
     if not _torch.buffers_of_module(module)[1]:
-        return []
-    parts = [part if type(part) in ATOMS else [*items_of(part)] for part in vars(module).values()]
-    return [each for each in parts if type(each) is not list or ATOMS.issuperset(map(type, each))]
+        return {}
+    found = {
+        name: [part] if type(part) in ATOMS else [*items_of(part)]
+        for name, part in vars(module).items()
+        if part is not None
+    }
+    return {
+        name: parts for name, parts in found.items() if parts and ATOMS.issuperset(map(type, parts))
+    }
 
 
-def _grown(module: nn.Module, numbers: list[Any], then: dict[str, Any]) -> dict[str, Any]:
+def _grown(
+    module: nn.Module, numbers: dict[str, list[Any]], then: dict[str, Any]
+) -> dict[str, Any]:
     """The caches that a module has set anew, and described by other numbers, since it had these."""
     if numbers == _numbers_of(module):
         return {}
@@ -208,7 +216,10 @@ def _grown(module: nn.Module, numbers: list[Any], then: dict[str, Any]) -> dict[
 
 
 def _put_back(
-    module: nn.Module, numbers: list[Any], entered: dict[str, Any], before: dict[str, Any]
+    module: nn.Module,
+    numbers: dict[str, list[Any]],
+    entered: dict[str, Any],
+    before: dict[str, Any],
 ) -> None:
     """Give a module the buffers that it had before the rerun, which it entered with others; but
     caches that the rerun has grown stay."""

@@ -102,7 +102,7 @@ class Calling:
         if given.requires_grad:
             if type(given) is not nn.Parameter:
                 tensor = given.detach()
-        elif type(given) is Tensor and given._version == 0 and self._role is None:
+        elif self._role is None and _may_be_filled(given):
             self._filling = node_count()
         if self._is_watched:
             tensor = self._watch(slot, given, tensor)
@@ -238,6 +238,14 @@ class Calling:
             last = min(self._stop_at, self._count - 1)
         if self._passed <= last:
             raise errors.different_number(frame, last, reader(), self._count, self._passed)
+
+
+def _may_be_filled(tensor: Tensor) -> bool:
+    """Whether an operator may be about to fill a tensor that it has saved: noise, unlike indices
+    and counts."""
+    if type(tensor) is not Tensor or tensor._version:
+        return False
+    return tensor.is_floating_point() and tensor.dim() > 0
 
 
 class Slots(Frame):

@@ -103,11 +103,11 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
     if func is _LSTM:  # weights in another layout, and gradients of the gates
         return int(2 * (args[1].nbytes + args[2].nbytes) + 4 * result[0].nbytes)
     name = _name_of(func)
-    read = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+    read = [memory_size(a) for a in args if isinstance(a, Tensor) and a.requires_grad]
     if name in _BROADCASTING:
-        is_broadcast = any(memory_size(arg) < result.nbytes for arg in read)
-        return _BROADCASTING[name] * result.nbytes if is_broadcast else 0
-    return int(_DERIVATIVES.get(name, 0) * sum([arg.nbytes for arg in read]))
+        made = memory_size(result)
+        return _BROADCASTING[name] * made if min(read, default=made) < made else 0
+    return int(_DERIVATIVES.get(name, 0) * sum(read))
 
 
 def _scratch_of_convolution(

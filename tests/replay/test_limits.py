@@ -276,6 +276,15 @@ def test_a_mode_that_changes_results_belongs_inside(inside, door):
 
 
 @WHERE
+def test_composite_operators_compute_as_under_any_dispatch_mode(door):
+    many, one = torch.randn(4, 3, 3, requires_grad=True), torch.randn(1, 3, 3)
+    for function in (lambda many: many @ one, lambda many: torch.linalg.svdvals(many.detach())):
+        with PassThrough():
+            want = function(many)
+        assert torch.equal(door(function, many), want)
+
+
+@WHERE
 def test_operators_that_call_others_inside_run_without_autocast(door):
     """As under any dispatch mode. With arguments of autocast's dtype they do the same."""
     weight, x = torch.randn(4, 4, 4), torch.randn(3, 4)
