@@ -20,6 +20,8 @@ from .. import _torch, errors
 from .._engine import ATOMS, Aliased, Field, Undo, is_another, named, without_recording
 from .inputs import Inputs, items_of
 
+_Numbers = dict[str, list[Any]]  # by attribute
+
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
 _OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
 _SMALL = 1 << 16  # bytes: cheap to copy before every forward
@@ -57,7 +59,7 @@ class Buffers:
         `inputs`."""
         flags: dict[nn.Module, Any] = {}  # None: frozen TorchScript, which has no flag
         # With the buffers they had, and the numbers beside these.
-        self._entries: list[tuple[nn.Module, dict[str, Any], dict[str, list[Any]]]] = []
+        self._entries: list[tuple[nn.Module, dict[str, Any], _Numbers]] = []
         self._owners = []  # modules with parameters
         modules: list[nn.Module | None] = [*inputs.modules]
         for module in modules:
@@ -191,7 +193,7 @@ def _set_flags(flags: dict[nn.Module, bool | None]) -> None:
             module.training = is_training
 
 
-def _numbers_of(module: nn.Module) -> dict[str, list[Any]]:
+def _numbers_of(module: nn.Module) -> _Numbers:
     """Numbers and sizes in the attributes of a module that has caches."""
     if not _torch.buffers_of_module(module)[1]:
         return {}
@@ -205,9 +207,7 @@ def _numbers_of(module: nn.Module) -> dict[str, list[Any]]:
     }
 
 
-def _grown(
-    module: nn.Module, numbers: dict[str, list[Any]], then: dict[str, Any]
-) -> dict[str, Any]:
+def _grown(module: nn.Module, numbers: _Numbers, then: dict[str, Any]) -> dict[str, Any]:
     """The caches that a module has set anew, and described by other numbers, since it had these."""
     if numbers == _numbers_of(module):
         return {}
@@ -216,10 +216,7 @@ def _grown(
 
 
 def _put_back(
-    module: nn.Module,
-    numbers: dict[str, list[Any]],
-    entered: dict[str, Any],
-    before: dict[str, Any],
+    module: nn.Module, numbers: _Numbers, entered: dict[str, Any], before: dict[str, Any]
 ) -> None:
     """Give a module the buffers that it had before the rerun, which it entered with others; but
     caches that the rerun has grown stay."""

@@ -1,6 +1,6 @@
 """What operators and their derivatives do, as far as a plan has to know: operations, and bytes.
 
-Torch says neither what a backward saves of its own results, nor what it allocates on the way: the
+Torch says neither which results a derivative needs, nor what its kernels allocate on the way. The
 tables below were measured with the profiler, operator by operator, with torch 2.13 on a CPU.
 """
 
