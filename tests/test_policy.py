@@ -356,6 +356,22 @@ def test_pinned_structures_are_like_the_ones_given(wrap, unwrap):
     assert bits(x.grad) == bits(torch.autograd.grad(x.sin().exp().sum(), x)[0])
 
 
+@pytest.mark.parametrize("door", [rerun, replay, scope])
+def test_a_kept_value_that_the_function_writes(door):
+    """A replay copies it before that; a rerun refuses."""
+
+    def step(door):
+        x = leaf(3)
+        y = door(lambda x: (keep(x.sin()).mul_(2) * x).square())(x)
+        return torch.autograd.grad(y.sum(), x)
+
+    if door is rerun:
+        with pytest.raises(checkpointing.ChangedError, match="given to keep"):
+            step(door)
+    else:
+        same_bits(door, step)
+
+
 @pytest.mark.parametrize("nested", [(), (3,), (0, 2)])
 def test_pins_are_in_order(nested):
     """Several in a loop find their own, also in inner regions."""
