@@ -186,7 +186,7 @@ def other_parameter(frame: Any, slot: int, line: str, then: str, now: str) -> Mi
 def exchanged(frame: Any, name: str) -> MismatchError:
     return MismatchError(
         f"{frame}: a module has another tensor in the place of {name} than in the forward. "
-        f"{frame.hint}"
+        "Exchange it after backward, or use backend='replay', which calls nothing again."
     )
 
 

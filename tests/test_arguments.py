@@ -8,6 +8,7 @@ import itertools
 import logging
 import re
 import types
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -177,6 +178,19 @@ def test_a_tensor_changed_in_place_is_named(given, kind, door):
         assert f": {given} " in text
     elif kind != "parameter" and door in ("replay", "scope"):
         assert "an input of aten.add.Tensor (float32 tensor of shape (3,))" in text
+
+
+def test_a_weak_proxy_of_a_module_is_an_object():
+    class Trainer:
+        def __init__(self, model):
+            self.model = weakref.proxy(model)
+
+        def loss(self, x):
+            return self.model(x).sum()
+
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), leaf(3)
+    rerun(Trainer(model).loss)(x).backward()
+    assert torch.equal(x.grad, torch.autograd.grad(model(x).sum(), x)[0])
 
 
 WRITES = {

@@ -18,7 +18,7 @@ from torch import nn
 from torch.ao import quantization
 from torch.nn.utils import parametrizations
 
-from checkpointing import ChangedError, MismatchError, checkpoint_scope, checkpointed
+from checkpointing import ChangedError, MismatchError, checkpoint_scope, checkpointed, report
 from checkpointing.torch_compat import checkpoint
 
 pytestmark = oracle.NO_ROOM
@@ -102,7 +102,18 @@ def beside_what_it_makes(self, x):
     """A spiking neuron: what appears beside its state is no number that tells a cache."""
     self.mean = self.mean * 0.5 + x.detach().sum(0)
     self.reset, self.seen = (self.mean > 0).float(), [*getattr(self, "seen", []), x.detach()]
+    self.mode, self.is_ready = "spiking", True
+    self.train()
     return (x * self.mean).square()
+
+
+def streamed(self, x):
+    """The memory of a buffer is there while it is used."""
+    self.mean.untyped_storage().resize_(16)
+    self.mean.data.fill_(2)
+    y = x * self.mean.clone()
+    self.mean.untyped_storage().resize_(0)
+    return y.square()
 
 
 def saved_and_set_anew(self, x):
@@ -427,6 +438,23 @@ def test_statistics_that_another_module_updates_in_evaluation_mode_are_written_t
         torch.ones(3, 2).requires_grad_()
     ).sum().backward()
     assert norm.running_mean.tolist() == pytest.approx([0.19, 0.19])  # plain code has 0.1
+
+
+@DOOR
+def test_a_buffer_whose_memory_is_given_back(door):
+    model, x = WithBuffers(streamed, mean=torch.zeros(4)), leaf()
+    model.mean.untyped_storage().resize_(0)
+    DOORS[door](model)(x).sum().backward()
+    assert torch.equal(x.grad, 8 * x)
+
+
+def test_a_buffer_that_is_a_few_columns_of_a_large_one_is_not_copied_with_all_of_it():
+    table = torch.ones(4000, 40)
+    model, x = WithBuffers(lambda self, x: (x * self.column).square(), column=table[:4, 0]), leaf()
+    y = checkpointed(model)(x)
+    assert sum(region.bytes_held for region in report(y).regions) < table.nbytes
+    y.sum().backward()
+    assert torch.equal(x.grad, 2 * x)
 
 
 CACHES = {"grows": (grows, 1), "grows from a large one": (grows, 8192)}

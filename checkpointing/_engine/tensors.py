@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import _torch, errors
+from .threads import without_recording
 from .tree import Field
 
 # Formatted only when it is needed: (parent, key) stands for `parent[key]`, an operator for its
@@ -36,13 +37,16 @@ def is_parameter(root: Tensor) -> bool:
     return type(root) is not Tensor and isinstance(root, nn.Parameter)
 
 
-def is_another(parameter: Tensor | None, other: Tensor | None) -> bool:
-    """Whether a frozen parameter is in the place of another frozen one, with other values."""
+def is_another(parameter: Tensor | None, other: Tensor | None, unlike: bool = False) -> bool:
+    """Whether a frozen parameter is in the place of another frozen one, with other values; `unlike`
+    is the answer where sizes or types differ. Values that have been given back are not known."""
     if not type(parameter) is type(other) is nn.Parameter or parameter.requires_grad:
         return False
-    if not _torch.memory_size(parameter) or not _torch.are_alike(parameter, other):
+    if not (_torch.has_memory(parameter) and _torch.has_memory(other)):
         return False
-    return not _torch.same_bits(parameter, other)
+    if not _torch.are_alike(parameter, other):
+        return unlike
+    return not without_recording(_torch.same_bits, parameter, other)
 
 
 def carries_nothing(tensor: Tensor) -> bool:

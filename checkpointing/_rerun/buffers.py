@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch, errors
-from .._engine import ATOMS, Aliased, Field, Undo, is_another, named, without_recording
+from .._engine import Aliased, Field, Undo, is_another, named, without_recording
 from .inputs import Inputs, items_of
 
 _Numbers = dict[str, list[Any]]  # by attribute
 
+_NUMBERS = {int, float, torch.Size}  # neither flags nor names
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
 _OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
 _SMALL = 1 << 16  # bytes: cheap to copy before every forward
@@ -76,13 +77,19 @@ class Buffers:
             if buffers:
                 self._entries.append((module, dict(buffers), _numbers_of(module)))
         self._flags = flags
-        self._parameters = self._present()
-        inputs.devices |= {tensor.device for tensor in self._parameters if not tensor.is_cpu}
+        present = self._present()
+        inputs.devices |= {tensor.device for tensor in present.values() if not tensor.is_cpu}
         self._trained = [
             (tensor, tensor._version)
-            for tensor in self._parameters
+            for tensor in present.values()
             if tensor.requires_grad and not (_torch.is_lazy(tensor) or tensor.is_inference())
         ]
+        # Frozen parameters, and tensors in the place of parameters.
+        self._others = {
+            place: tensor
+            for place, tensor in present.items()
+            if not (tensor.requires_grad and isinstance(tensor, nn.Parameter))
+        }
         self._guarded: list[Aliased] = []
         if self._entries:
             self._capture()
@@ -110,8 +117,13 @@ class Buffers:
             self.then = Moment(small, [t if _is_dense(t) else _torch.bytes_of(t) for t in small])
 
     def end(self) -> None:
-        """The region has run. Parameters that it has written itself are not guarded."""
+        """The region has run. Parameters that it has written or set itself are not guarded."""
         self._trained = [pair for pair in self._trained if pair[0]._version == pair[1]]
+        if self._others:
+            now = self._present()
+            self._others = {
+                place: tensor for place, tensor in self._others.items() if now.get(place) is tensor
+            }
         self._see_what_has_grown()
         self._has_ended = True
 
@@ -128,18 +140,28 @@ class Buffers:
         Tensors in the place of parameters must be there still, and frozen parameters must have the
         same values. (Hooks may gather parameters, or bring them in for each call.)
         """
-        now = self._present()
-        for tensor, other in zip(self._parameters, now, strict=False):
+        now = self._present() if self._others else {}
+        for place, tensor in self._others.items():
+            other = now.get(place)
             if tensor is other:
                 continue
-            is_gone = not isinstance(tensor, nn.Parameter) and id(tensor) not in map(id, now)
+            is_gone = not isinstance(tensor, nn.Parameter) and id(tensor) not in map(
+                id, now.values()
+            )
             if is_gone or is_another(tensor, other):
-                raise errors.exchanged(frame, named("a parameter", tensor))
+                module, name = place
+                full_name = f"the parameter {type(module).__name__}.{name}"
+                raise errors.exchanged(frame, named(full_name, tensor))
         return [each for each, version in self._trained if each._version != version]
 
-    def _present(self) -> list[Tensor]:
-        owned = [module._parameters.values() for module in self._owners]
-        return [tensor for own in owned for tensor in own if tensor is not None]
+    def _present(self) -> dict[tuple[nn.Module, str], Tensor]:
+        """The parameters, by place."""
+        return {
+            (module, name): tensor
+            for module in self._owners
+            for name, tensor in module._parameters.items()
+            if tensor is not None
+        }
 
     def enter(self, frame: object, undo: Undo) -> None:
         """Go back to the forward; `undo` gets the functions that return."""
@@ -184,7 +206,9 @@ def _can_be_rewound(module: nn.Module, tensor: Tensor) -> bool:
         return False
     if isinstance(module, _LEAVES_NO_TRACE):
         return bool(getattr(module, "training", None))
-    return tensor.nbytes <= _SMALL
+    if not _is_dense(tensor):
+        return _torch.memory_size(tensor) <= _SMALL
+    return tensor.nbytes <= _SMALL and (type(tensor) is not Tensor or _torch.has_memory(tensor))
 
 
 def _set_flags(flags: dict[nn.Module, bool | None]) -> None:
@@ -198,12 +222,13 @@ def _numbers_of(module: nn.Module) -> _Numbers:
     if not _torch.buffers_of_module(module)[1]:
         return {}
     found = {
-        name: [part] if type(part) in ATOMS else [*items_of(part)]
+        name: [part] if type(part) in _NUMBERS else [*items_of(part)]
         for name, part in vars(module).items()
-        if part is not None
     }
     return {
-        name: parts for name, parts in found.items() if parts and ATOMS.issuperset(map(type, parts))
+        name: parts
+        for name, parts in found.items()
+        if parts and _NUMBERS.issuperset(map(type, parts))
     }
 
 

@@ -112,14 +112,14 @@ class Inputs:
         kind = type(value)
         if kind in ATOMS or isinstance(value, Tensor | type):
             return
-        if isinstance(value, Module):
+        if issubclass(kind, Module):  # `isinstance` takes a weak proxy for one
             self.modules += (value,)
         elif kind in _WRAPPERS and depth:
             for part in _wrapped_by(value):
                 self.look_at(part, depth - 1)
         else:
             parts = [*getattr(value, "__dict__", {}).values(), *items_of(value)]
-            self.modules += tuple([part for part in parts if isinstance(part, Module)])
+            self.modules += tuple([part for part in parts if issubclass(type(part), Module)])
 
 
 _WRAPPERS = (FunctionType, MethodType, partial)

@@ -99,11 +99,9 @@ class Calling:
         slot = self._passed
         self._passed = slot + 1
         tensor = given
-        if given.requires_grad:
-            if type(given) is not nn.Parameter:
-                tensor = given.detach()
-        elif self._role is None and _may_be_filled(given):
-            self._filling = node_count()
+        if given.requires_grad and type(given) is not nn.Parameter:
+            tensor = given.detach()
+        is_saved = self._role is None  # by an operator
         if self._is_watched:
             tensor = self._watch(slot, given, tensor)
         if slot < self._count:
@@ -113,8 +111,10 @@ class Calling:
         elif self.frame.complete and not self._stopped:
             raise errors.too_many(self.frame, self._count, user_line())
         if slot < self._stop_at:
+            if is_saved and _may_be_filled(given):
+                self._filling = node_count()
             return tensor
-        # An operator that has yet to fill the memory that it saved must still run.
+        # An operator that has yet to fill what it has saved before must still run.
         if self._filling == node_count() and not self._stopped:
             return tensor
         self._stopped = True
@@ -207,7 +207,7 @@ class Calling:
                 if saved[2] is not found[2]:  # so other tensors are saved around it
                     raise errors.changed(frame, f"`requires_grad` of {now}")
                 raise errors.changed(frame, now, saved[1], found[1])
-            if not (must_stay or must_be or is_another(saved[-1](), found[-1]())):
+            if not (must_stay or must_be or is_another(saved[-1](), found[-1](), unlike=True)):
                 return
         raise errors.other_parameter(frame, holder.slot, user_line(), then, now)
 
@@ -241,11 +241,10 @@ class Calling:
 
 
 def _may_be_filled(tensor: Tensor) -> bool:
-    """Whether an operator may be about to fill a tensor that it has saved: noise, unlike indices
-    and counts."""
-    if type(tensor) is not Tensor or tensor._version:
+    """Whether an operator may be about to fill a tensor that it has saved: the noise of RReLU."""
+    if tensor.requires_grad or type(tensor) is not Tensor or tensor._version:
         return False
-    return tensor.is_floating_point() and tensor.dim() > 0
+    return tensor.is_floating_point()  # neither indices nor a count
 
 
 class Slots(Frame):

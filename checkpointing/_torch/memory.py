@@ -42,6 +42,11 @@ def memory_size(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() if has_storage(tensor) else 0
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the memory of a contiguous tensor is there: others may give it back for a while."""
+    return memory_size(tensor) >= tensor.nbytes
+
+
 def is_on(tensor: Tensor, storages: Set[int | None]) -> bool:
     """Whether a tensor, or one of its parts, uses one of these storages."""
     return any(storage_of(part) in storages for part in plain_parts(tensor))
