@@ -145,9 +145,8 @@ class Buffers:
             other = now.get(place)
             if tensor is other:
                 continue
-            is_gone = not isinstance(tensor, nn.Parameter) and id(tensor) not in map(
-                id, now.values()
-            )
+            is_tensor = not isinstance(tensor, nn.Parameter)
+            is_gone = is_tensor and id(tensor) not in map(id, now.values())
             if is_gone or is_another(tensor, other):
                 module, name = place
                 full_name = f"the parameter {type(module).__name__}.{name}"

@@ -44,7 +44,7 @@ def memory_size(tensor: Tensor) -> int:
 
 def has_memory(tensor: Tensor) -> bool:
     """Whether the memory of a contiguous tensor is there: others may give it back for a while."""
-    return memory_size(tensor) >= tensor.nbytes
+    return has_storage(tensor) and memory_size(tensor) >= tensor.nbytes
 
 
 def is_on(tensor: Tensor, storages: Set[int | None]) -> bool:
