@@ -159,7 +159,7 @@ def test_a_chain_needs_little_more_than_the_best_schedule(n):
 
 
 @pytest.mark.parametrize(
-    ("size", "wide", "replays"), [(30, 1, 1), (50, 1, 8), (1000, 1, 8), (1000, 200, 1)]
+    ("size", "wide", "replays"), [(10, 1, 1), (30, 1, 1), (50, 1, 8), (1000, 1, 8), (1000, 200, 1)]
 )
 def test_cuts_that_make_little_difference_to_the_peak_are_dropped(size, wide, replays):
     """Few bytes are not worth one, nor does one help where long tensors come at the end."""

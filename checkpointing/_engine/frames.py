@@ -147,7 +147,7 @@ class Frame:
         raise NotImplementedError
 
     def note_written(self, storages: Set[int]) -> None:
-        """A region inside writes to these."""
+        """A region inside writes to these storages."""
         self.written |= storages
 
     def recompute(self, holder: Holder, task: Task) -> None:

@@ -37,15 +37,15 @@ def is_parameter(root: Tensor) -> bool:
     return type(root) is not Tensor and isinstance(root, nn.Parameter)
 
 
-def is_another(parameter: Tensor | None, other: Tensor | None, unlike: bool = False) -> bool:
-    """Whether a frozen parameter is in the place of another frozen one, with other values; `unlike`
-    is the answer where sizes or types differ. Values that have been given back are not known."""
+def is_another(parameter: Tensor | None, other: Tensor | None) -> bool:
+    """Whether a frozen parameter is in the place of another frozen one, and they differ. Nobody
+    knows where one has no memory now."""
     if not type(parameter) is type(other) is nn.Parameter or parameter.requires_grad:
         return False
     if not (_torch.has_memory(parameter) and _torch.has_memory(other)):
         return False
     if not _torch.are_alike(parameter, other):
-        return unlike
+        return True
     return not without_recording(_torch.same_bits, parameter, other)
 
 

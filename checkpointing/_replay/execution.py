@@ -17,9 +17,8 @@ from .._record import Like, shapes_of, tensors_of
 
 
 def was_given_back(parameter: Tensor) -> bool:
-    """Whether FSDP2 has given back the memory of a parameter. Kernels would crash on it."""
-    is_empty = _torch.has_storage(parameter) and not parameter.untyped_storage().nbytes()
-    return is_empty and parameter.numel() > 0
+    """Whether FSDP2 has given back the memory of a parameter."""
+    return _torch.has_storage(parameter) and not _torch.has_memory(parameter)
 
 
 class Work(Task):

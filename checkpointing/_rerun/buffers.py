@@ -22,7 +22,7 @@ from .inputs import Inputs, items_of
 
 _Numbers = dict[str, list[Any]]  # by attribute
 
-_NUMBERS = {int, float, torch.Size}  # neither flags nor names
+_NUMERIC = {int, float, torch.Size}  # neither flags nor names
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
 _OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
 _SMALL = 1 << 16  # bytes: cheap to copy before every forward
@@ -145,9 +145,9 @@ class Buffers:
             other = now.get(place)
             if tensor is other:
                 continue
-            is_tensor = not isinstance(tensor, nn.Parameter)
-            is_gone = is_tensor and id(tensor) not in map(id, now.values())
-            if is_gone or is_another(tensor, other):
+            stands_in = not isinstance(tensor, nn.Parameter)
+            is_gone = stands_in and id(tensor) not in map(id, now.values())
+            if is_gone or _has_other_values(tensor, other):
                 module, name = place
                 full_name = f"the parameter {type(module).__name__}.{name}"
                 raise errors.exchanged(frame, named(full_name, tensor))
@@ -181,6 +181,12 @@ class Buffers:
             self.rewound = {*map(_torch.storage_id, parts)}
             undo.append((Moment.go_back, Moment(self.then.tensors, self.then.memory)))
             self.then.go_back()
+
+
+def _has_other_values(tensor: Tensor, other: Tensor | None) -> bool:
+    """Whether a frozen parameter has been exchanged for one that looks the same. One that does not
+    may be a placeholder, until a hook brings in the weight."""
+    return other is not None and _torch.are_alike(tensor, other) and is_another(tensor, other)
 
 
 def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:
@@ -221,13 +227,13 @@ def _numbers_of(module: nn.Module) -> _Numbers:
     if not _torch.buffers_of_module(module)[1]:
         return {}
     found = {
-        name: [part] if type(part) in _NUMBERS else [*items_of(part)]
+        name: [part] if type(part) in _NUMERIC else [*items_of(part)]
         for name, part in vars(module).items()
     }
     return {
         name: parts
         for name, parts in found.items()
-        if parts and _NUMBERS.issuperset(map(type, parts))
+        if parts and _NUMERIC.issuperset(map(type, parts))
     }
 
 

@@ -8,9 +8,9 @@ A region inside takes its inputs as slots of the one around, and says so, on bot
     announce(role, t) the next slot is the     announce   the next slot must be the same input
                       input `role` of a
                       region inside
-    note_written(s)   later, inputs in these   same       new copies are made of inputs in these
-                      storages are delivered              storages
-                      as copies
+    note_written(s)   inputs in these          note_written
+                      storages will be                    those that come next are
+                      delivered as copies                 delivered as new copies
     --                                         replace    such a region is about to write a
                                                           delivered tensor: a copy replaces it
     modules           their buffers change     rewound    tensors on them are delivered as copies
@@ -126,8 +126,8 @@ class Calling:
         self._role, self._is_watched = role, True
 
     def note_written(self, storages: Set[int]) -> None:
-        """Copies made so far show what is there no more, also if no version is counted up because
-        the operator fails."""
+        """Copies made before show what is no longer there. (An operator that writes and then fails
+        counts no version up.)"""
         self._copies.forget(storages)
 
     def replace(self, delivered: Tensor, copy: Tensor) -> None:
@@ -207,7 +207,7 @@ class Calling:
                 if saved[2] is not found[2]:  # so other tensors are saved around it
                     raise errors.changed(frame, f"`requires_grad` of {now}")
                 raise errors.changed(frame, now, saved[1], found[1])
-            if not (must_stay or must_be or is_another(saved[-1](), found[-1](), unlike=True)):
+            if not (must_stay or must_be or is_another(saved[-1](), found[-1]())):
                 return
         raise errors.other_parameter(frame, holder.slot, user_line(), then, now)
 

@@ -148,7 +148,7 @@ def _copies_in_order(
         return max(copies + copies // 2, 2 * image.nbytes)
     if is_transposed:  # images in colour are not copied
         return copies + (result.nbytes if result.shape[1] > _COLOURS else 0)
-    channels = image.shape[1]
+    channels = image.shape[1]  # images in colour are copied only if they need a gradient
     copies = weight.nbytes + int(result.nbytes * _padding(result.shape[1]))
     if image.requires_grad or channels > _COLOURS:
         copies += int(image.nbytes * _padding(channels, 8 if _COLOURS < channels <= 8 else 16))

@@ -43,8 +43,15 @@ def memory_size(tensor: Tensor) -> int:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the memory of a contiguous tensor is there: others may give it back for a while."""
-    return has_storage(tensor) and memory_size(tensor) >= tensor.nbytes
+    """Whether a tensor has memory, and all of it is there. FSDP2 and others that stream weights
+    give it back for a while; kernels would crash on it."""
+    if not has_storage(tensor):
+        return False
+    there = memory_size(tensor)
+    if there >= tensor.nbytes:
+        return True
+    length = tensor.storage_offset() + _length(tensor.shape, tensor.stride())  # if expanded
+    return there >= length * tensor.itemsize
 
 
 def is_on(tensor: Tensor, storages: Set[int | None]) -> bool:
