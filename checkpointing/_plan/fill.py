@@ -11,7 +11,7 @@ before. In backward, beside what it works with, each of these is there:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cache
 from itertools import accumulate, pairwise
 from operator import add
@@ -34,13 +34,13 @@ class Filling:
         for start, across in self._find_windows():
             if start in self.ends:
                 self.kept |= {number for number in across if self.memories[number].final <= start}
-        self._simulate()
-        if most:
-            for _ in range(_ROUNDS):  # each may make room for the next, or cuts free
-                self._cut_and_drop()
-                self._fill()
-                self._simulate()
+        if not most:
+            self._simulate()
+            return
+        for _ in range(_ROUNDS):  # each may make room for the next, or cuts free
             self._cut_and_drop()
+            self._fill()
+        self._cut_and_drop()
 
     def keep(self, numbers: Iterable[int]) -> None:
         """Keep these memories, and no others."""
@@ -53,9 +53,9 @@ class Filling:
 
     def _cut_and_drop(self) -> None:
         """Cut where all that crosses is kept anyway, and drop what is not needed any more."""
-        self.ends = sorted({*self.ends, *[at for at, across in self._crosses if not across]})
+        self.ends = sorted({*self.ends, *[at for at, across in self._find_windows() if not across]})
         self.kept = {*filter(self._is_wanted, self.kept)}
-        self._simulate()
+        self._find_peaks()
 
     @property
     def cuts(self) -> list[int]:
@@ -90,16 +90,19 @@ class Filling:
     # ---- the simulation
 
     def _simulate(self) -> None:
-        """Find what runs again, the peaks, and what crosses where a cut is possible, and is not
-        kept."""
+        """Find what runs again, and the peaks."""
+        self._find_windows()
+        self._find_peaks()
+
+    def _find_peaks(self) -> None:
         model, memories, stretch = self.model, self.memories, self.stretch
-        self._crosses = self._find_windows()
         kept = [memories[number] for number in self.kept]
         dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
         self.forward: list[int] = [*map(add, model.live, dead)][: model.count]
         spans = []
         for memory in kept:
-            needed = self._first.get(memory.number, model.count)
+            needed_at = self._needed_at.get(memory.number, model.count)
+            needed = self.ends[bisect_right(self.ends, needed_at) - 1]
             there_from = min(memory.maker + 1, stretch.saved.get(memory.number, model.count))
             spans.append((max(needed, there_from), model.count, memory.cost))
         self.held = model.sums(spans)
@@ -120,19 +123,21 @@ class Filling:
         return max(self._there[start:end]) - self._made[start]
 
     def _find_windows(self) -> Crosses:
-        """Go through the segments: what their windows run, read, and start from."""
+        """Go through the segments: what their windows run, read, and start from. Returns what
+        crosses where a cut is possible, and is not kept."""
         model, stretch, memories = self.model, self.stretch, self.memories
         positions = {*stretch.positions}
         crosses: Crosses = []
         self.again: set[int] = set()
-        self._first: dict[int, int] = {}  # by memory: the first segment whose windows need it
-        for start, end in pairwise(self.ends):
+        # By memory that is kept: the first position at which a window, or backward, needs it.
+        self._needed_at: dict[int, int] = {}
+        for start, end in reversed([*pairwise(self.ends)]):
             reading: set[int] = set()  # memories that are not kept, whose makers are still to come
-            needed: set[int] = set()  # what is kept
             for index in range(end - 1, start - 1, -1):
                 if index in stretch.wanted:
-                    needed |= stretch.wanted[index] & self.kept
-                    reading |= stretch.wanted[index] - self.kept
+                    needed = stretch.wanted[index] & self.kept
+                    reading |= stretch.wanted[index] - needed
+                    self._needed_at.update(dict.fromkeys(needed, index))
                 made = model.made[index]
                 if not reading.isdisjoint(made):
                     self.again.add(index)
@@ -140,11 +145,12 @@ class Filling:
                         if memories[number].maker == index:
                             reading.discard(number)
                     for number in stretch.reads[index]:
-                        (needed if number in self.kept else reading).add(number)
+                        if number in self.kept:
+                            self._needed_at[number] = index
+                        else:
+                            reading.add(number)
                 if index == start or (index in positions and index < end - 1):
                     crosses.append((index, reading & stretch.dear))
-            for number in needed:
-                self._first.setdefault(number, start)
         return crosses
 
     def _is_wanted(self, number: int) -> bool:
@@ -160,27 +166,29 @@ class Filling:
         """Take the steps whose results save most, as long as there is room for them. Of equal ones
         the last is held for the shortest time; within a window it is the first, so that what
         remains is at the end, where no replay has to come by it again."""
-        # By position: the largest peak of the forward from there on, but for what is added here.
-        forward = [*accumulate([0, *reversed(self.forward)], max)][::-1]
+        # The largest peaks from each position, and from each segment, on; but for what is added.
+        forward, backward = _largest_from(self.forward), _largest_from(self.peaks)
         order = 1 if self.model.is_part else -1
-        before, added, backward = self.nbytes, 0, self.peaks
-        worths = self._worths()
+        before, added = self.nbytes, 0
+        results = {index: self._results(index) for index in self.again}
+        worths = self._worths(results)
         for index in sorted(worths, key=lambda index: (-worths[index], order * index)):
-            made = self._results(index)
+            made = results[index] - self.kept
             if not made:
                 continue
             nbytes = self.stretch.cost(made)
             first = bisect_right(self.ends, index)  # its own segment has them anyway
             if self.budget is None:
                 dies = min([self.memories[number].dies for number in made])
-                peak = max([added + forward[min(dies, len(self.forward))], *backward[first:]])
+                peak = max(added + forward[min(dies, len(self.forward))], backward[first])
                 has_room = peak + nbytes <= self.most
             else:
                 has_room = before + added + nbytes <= self.budget
             if has_room:
                 self.kept |= made
                 added += nbytes
-                backward[first:] = [peak + nbytes for peak in backward[first:]]
+                self.peaks[first:] = [peak + nbytes for peak in self.peaks[first:]]
+                backward = _largest_from(self.peaks)
 
     def _results(self, index: int) -> set[int]:
         """What to keep in order not to run a step again; nothing, if that is not possible."""
@@ -188,15 +196,14 @@ class Filling:
         is_possible = all(self.memories[number].final == index + 1 for number in made)
         return made if is_possible else set()
 
-    def _worths(self) -> dict[int, float]:
+    def _worths(self, results: Mapping[int, Set[int]]) -> dict[int, float]:
         """Of the steps that run again: operations saved per byte, if the results are kept."""
 
         @cache  # the base of thousands of views has thousands of readers
         def readers_of(number: int) -> Set[int]:
             return self.again.intersection(self.memories[number].readers)
 
-        found = {index: self._results(index) for index in self.again}
-        return {index: self._worth(index, made, readers_of) for index, made in found.items()}
+        return {i: self._worth(i, made, readers_of) for i, made in results.items() if made}
 
     def _worth(self, index: int, made: Set[int], readers_of: Callable[[int], Set[int]]) -> float:
         """That of a step. Without its results, what only this step needs runs again, too."""
@@ -213,6 +220,11 @@ class Filling:
                     gone.add(memory.maker)
                     stack.append(memory.maker)
         return sum([self.model.work[step] for step in gone]) / max(1, self.stretch.cost(made))
+
+
+def _largest_from(values: Sequence[int]) -> list[int]:
+    """By position: the largest value from there on."""
+    return [*accumulate([0, *reversed(values)], max)][::-1]
 
 
 _ROUNDS = 2

@@ -197,7 +197,7 @@ def test_peaks_are_sums_over_what_is_there(build):
         for (start, end), found in zip(itertools.pairwise(ends), filling.peaks, strict=True):
             there = []
             for at in range(start, end):
-                kept = [n for n, first in filling._first.items() if first <= at]
+                kept = [n for n, needed in filling._needed_at.items() if needed < end]
                 kept = [n for n in kept if low_of(n) <= at]
                 made = []
                 for number, saved in stretch.saved.items():
