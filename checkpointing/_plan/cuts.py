@@ -124,16 +124,16 @@ class Cutting:
                 for segment in opening.segments(peak):
                     there = best[segment.end]
                     held = held_by[segment.reads]
-                    if held > limit:
-                        break  # longer ones read as much, or more
                     left = min(label.room - before_by[segment.reads], peak - segment.need - held)
+                    if held > limit or left < 0:
+                        break  # longer ones read and need as much, or more
                     other = 0.0
                     if aim != HOLD:
                         other = label.other + segment.work if aim == WORK else -left
                     if any(x.held <= held and x.other <= other for x in there):
                         continue
                     kept = label.kept.union(opening.across[: segment.reads])
-                    if left >= 0 and self._fits(held, kept, segment.worst, peak):
+                    if self._fits(held, kept, segment.worst, peak):
                         _add(there, Label(held, other, left, kept, (*label.cuts, start)), aim)
         return [label.cuts[1:] for label in best[stretch.model.count]]
 
