@@ -349,6 +349,24 @@ def sums():
     return run, [x], []
 
 
+def split_twice():
+    """Rows and halves of one memory, which the caller holds, too: a row is read, and then written
+    as a part of its half."""
+    x = torch.rand(8, requires_grad=True)
+    held = []
+
+    def run():
+        noise = torch.rand(4, 8)
+        (row, *_), (half, _) = noise.unbind(), noise.split(2)
+        row.uniform_()
+        h = x * (row * 1.0)
+        half.add_(1)
+        held.append(noise)
+        return (h.tanh() * row.detach()).sum()
+
+    return run, [x], []
+
+
 def inner_regions():
     """A checkpointed function and a scope in each layer, with a kept value in either."""
     function = checkpointed(lambda y: torch.dropout(keep(y).tanh(), 0.3, True))
@@ -372,6 +390,7 @@ NESTINGS = {
 SCHEDULES = [(net, "scope", budget) for budget in (None, 9000, 20_000)]
 SCHEDULES += [(in_place, "scope", budget) for budget in (None, 2100, 1)]
 SCHEDULES += [(sums, "scope", budget) for budget in (None, 3000, 25_000)]
+SCHEDULES += [(split_twice, "scope", budget) for budget in (None, 100, 1)]
 SCHEDULES += [(build, door, 2100) for build in (net, inner_regions) for door in NESTINGS]
 
 

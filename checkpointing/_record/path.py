@@ -32,7 +32,9 @@ class Path:
         self.trained: list[int] = []  # cells of parameters
         self.differentiable: set[int] = set()  # memories from outside
         # By cell: the part that it shows of what an operator has made and another one has split.
+        # (A third one may split that again otherwise: its parts would overlap with these.)
         self.parts: dict[int, int] = {}
+        self._split: dict[int, int] = {}  # by memory: the step that has split it
         # Cells of what steps have made, and of views of that without overlaps.
         self._plain: set[int] = set()
         self._maker: dict[int, int] = {}
@@ -56,8 +58,11 @@ class Path:
             base = self._bases[cell] = step.reads[0][0]
             if base in self._plain and step.info.base not in _OVERLAPPING:
                 self._plain.add(cell)
-                if base in self.parts or len(step.memories) > 1:
-                    self.parts[cell] = self.parts.get(base, cell)
+                if base in self.parts:
+                    self.parts[cell] = self.parts[base]
+                elif len(step.memories) > 1:
+                    if self._split.setdefault(memory, step.index) == step.index:
+                        self.parts[cell] = cell
         for memory in step.writes:
             self.writers[memory].append(step.index)
         self.kept.update([asked.value for asked in step.decides])
