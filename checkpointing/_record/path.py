@@ -49,6 +49,7 @@ class Path:
 
     def _add_step(self, step: Step) -> None:
         self._add_met(step)
+        splits = len(step.memories) > 1
         for cell, memory in step.memories:
             self.memory_of[cell] = memory
             self._maker[cell] = step.index
@@ -60,9 +61,8 @@ class Path:
                 self._plain.add(cell)
                 if base in self.parts:
                     self.parts[cell] = self.parts[base]
-                elif len(step.memories) > 1:
-                    if self._split.setdefault(memory, step.index) == step.index:
-                        self.parts[cell] = cell
+                elif splits and self._split.setdefault(memory, step.index) == step.index:
+                    self.parts[cell] = cell
         for memory in step.writes:
             self.writers[memory].append(step.index)
         self.kept.update([asked.value for asked in step.decides])
