@@ -34,13 +34,10 @@ class Filling:
         for start, across in self._find_windows():
             if start in self.ends:
                 self.kept |= {number for number in across if self.memories[number].final <= start}
-        if not most:
+        if most:
+            self._fill_in_rounds()
+        else:
             self._simulate()
-            return
-        for _ in range(_ROUNDS):  # each may make room for the next, or cuts free
-            self._cut_and_drop()
-            self._fill()
-        self._cut_and_drop()
 
     def keep(self, numbers: Iterable[int]) -> None:
         """Keep these memories, and no others."""
@@ -95,6 +92,7 @@ class Filling:
         self._find_peaks()
 
     def _find_peaks(self) -> None:
+        """Sum up what is there, by position of the forward, and by segment of backward."""
         model, memories, stretch = self.model, self.memories, self.stretch
         kept = [memories[number] for number in self.kept]
         dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
@@ -161,6 +159,12 @@ class Filling:
         return number in self.stretch.dear and not self.again.isdisjoint(readers)
 
     # ---- filling
+
+    def _fill_in_rounds(self) -> None:
+        for _ in range(_ROUNDS):  # each may make room for the next, or cuts free
+            self._cut_and_drop()
+            self._fill()
+        self._cut_and_drop()
 
     def _fill(self) -> None:
         """Take the steps whose results save most, as long as there is room for them. Of equal ones
