@@ -349,18 +349,32 @@ def sums():
     return run, [x], []
 
 
-def split_twice():
-    """Rows and halves of one memory, which the caller holds, too: a row is read, and then written
-    as a part of its half."""
+def draw(row, *others):
+    row.uniform_()
+
+
+WRITES = {  # what fills a row before it is read, and what is written later
+    "as a part of a half": (draw, lambda row, other, half: half.add_(1)),
+    "as `out`": (
+        lambda row, other, half: torch.add(other, 1, out=row),
+        lambda row, other, half: row.mul_(3),
+    ),
+    "moved": (draw, lambda row, other, half: other.as_strided_((16,), (1,), 0).add_(1)),
+}
+
+
+def split_twice(how):
+    """Rows and halves of one memory, which the caller holds, too."""
     x = torch.rand(8, requires_grad=True)
-    held = []
+    (before, later), held = WRITES[how], []
 
     def run():
         noise = torch.rand(4, 8)
-        (row, *_), (half, _) = noise.unbind(), noise.split(2)
-        row.uniform_()
-        h = x * (row * 1.0)
-        half.add_(1)
+        (other, row, *_), (half, _) = noise.unbind(), noise.split(2)
+        shown = row.view(8)
+        before(row, other, half)
+        h = x * (shown * 1.0)
+        later(row, other, half)
         held.append(noise)
         return (h.tanh() * row.detach()).sum()
 
@@ -390,7 +404,9 @@ NESTINGS = {
 SCHEDULES = [(net, "scope", budget) for budget in (None, 9000, 20_000)]
 SCHEDULES += [(in_place, "scope", budget) for budget in (None, 2100, 1)]
 SCHEDULES += [(sums, "scope", budget) for budget in (None, 3000, 25_000)]
-SCHEDULES += [(split_twice, "scope", budget) for budget in (None, 100, 1)]
+for how in WRITES:
+    build = functools.partial(split_twice, how)
+    SCHEDULES += [(build, "scope", budget) for budget in (None, 100, 1)]
 SCHEDULES += [(build, door, 2100) for build in (net, inner_regions) for door in NESTINGS]
 
 

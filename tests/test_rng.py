@@ -172,14 +172,22 @@ def test_generators(door, how):
     same_bits(door, step)
 
 
+def into_rows(x):
+    noise = torch.zeros(3, 50)
+    noise[0].uniform_()
+    torch.rand(50, out=noise[1])
+    noise[2] += F.dropout(noise[0], 0.5)
+    return (x * noise).sin().exp()
+
+
 @pytest.mark.parametrize("door", ["replay", "scope"])
 def test_without_preserving_replay_is_exact_and_stashes_nothing(door):
     """What random operators made is kept instead."""
     leaf = torch.linspace(-1, 1, 50).requires_grad_()
     off = {"preserve_rng_state": False}
-
-    step = lambda door: [y := door(dropout)(leaf), *torch.autograd.grad(y.sum(), leaf)]
-    same_bits(functools.partial(DOORS[door], **off), step)
+    for program in (dropout, into_rows):
+        step = lambda door, f=program: [y := door(f)(leaf), *torch.autograd.grad(y.sum(), leaf)]
+        same_bits(functools.partial(DOORS[door], **off), step)
     with checkpoint_scope(**off) as entered:
         y = dropout(leaf)
     assert 0 < entered.stats.bytes_kept < 5000  # a state is 5,056 bytes

@@ -16,13 +16,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
+from functools import cached_property
 from typing import Any, TypeVar
 
 from .._record import Path, Slot, Value
 from .windows import Window
 
 T = TypeVar("T")
-Needs = tuple[Set[Value], set[int]]  # values to start from, and steps that draw random numbers
+Needs = tuple[Set[Value], Set[int]]  # values to start from, and steps that draw random numbers
 
 
 class Group:
@@ -40,7 +41,7 @@ class Group:
     def window(self, slots: tuple[int, ...]) -> Window:
         """The window for some of its slots, found when it is opened for the first time."""
         targets = {slot: self.path.slots[slot] for slot in slots}
-        return _found(self._windows, slots, lambda: Window(self.path, targets))
+        return _found(self._windows, slots, lambda: Window(self.path, targets, self._without))
 
     def split(self, values: Iterable[Value], cuts: Iterable[int]) -> Path:
         """Bring back what it has in pieces. Returns the path of these."""
@@ -64,17 +65,28 @@ class Group:
         return _found(self._needs, slots, lambda: self._find_needs(slots))
 
     def _find_needs(self, slots: tuple[int, ...]) -> Needs:
-        if not self.parts:
-            return self._needs_of([self.path.slots[slot].value for slot in slots])
-        needs = [part.needs(mine) for part, mine in self.parts_of(slots)]
-        sources = set().union(*[starts for starts, _ in needs])
-        missing = self._missing(sources)
-        starts, randoms = self._needs_of(missing)
-        return sources.difference(missing) | starts, randoms.union(*[drawn for _, drawn in needs])
+        values = self._values(slots)
+        order, starts, _ = self.path.slice_of(values, self._without)
+        randoms: Set[int] = {index for index in order if self.path.steps[index].draws}
+        for part, mine in self.parts_of(slots):
+            sources, drawn = part.needs(mine)
+            starts, randoms = starts | (sources - {*values}), randoms | drawn
+        return starts, randoms
 
-    def _needs_of(self, values: Iterable[Value]) -> Needs:
-        order, starts = self.path.slice_of(values)
-        return starts, {index for index in order if self.path.steps[index].draws}
+    @cached_property
+    def _without(self) -> Set[Value]:
+        """Kept values from which no window starts, since that of all slots can't: a run has to hold
+        the same, whichever slots are opened together."""
+        return self.path.slice_of(self._values(self.slots)).without
+
+    def _values(self, slots: Iterable[int]) -> list[Value]:
+        """What the window of some of its slots makes: their values, or what the parts start from
+        and no run holds."""
+        if not self.parts:
+            return [self.path.slots[slot].value for slot in slots]
+        sources = set().union(*[part.needs(mine)[0] for part, mine in self.parts_of(slots)])
+        missing = [source for source in sources if not self.path.is_held(source)]
+        return sorted(missing, key=lambda value: (self.path.there_after(value), value))
 
     def parts_of(self, slots: Iterable[int]) -> list[tuple[Group, list[int]]]:
         """The parts that have some of these slots, and which."""
@@ -85,15 +97,10 @@ class Group:
     def filling(self, slots: Iterable[int]) -> tuple[list[Value], Window]:
         """What its parts start from for these slots and no run holds, and the window that makes
         it."""
-        sources = set().union(*[part.needs(mine)[0] for part, mine in self.parts_of(slots)])
-        missing = self._missing(sources)
-        targets = {number: Slot(value) for number, value in enumerate(missing)}
-        key = "fills", *missing
-        return missing, _found(self._windows, key, lambda: Window(self.path, targets))
-
-    def _missing(self, sources: Iterable[Value]) -> list[Value]:
-        missing = [source for source in sources if not self.path.is_held(source)]
-        return sorted(missing, key=lambda value: (self.path.there_after(value), value))
+        values = self._values(slots)
+        targets = {number: Slot(value) for number, value in enumerate(values)}
+        key = "fills", *values
+        return values, _found(self._windows, key, lambda: Window(self.path, targets, self._without))
 
 
 _MOST_WINDOWS = 4
@@ -135,7 +142,7 @@ def _grouped(path: Path, slots: Iterable[int]) -> list[list[int]]:
 
 def _is_light(path: Path, value: Value) -> bool:
     """Whether a value is quickly made from inputs."""
-    order, starts = path.slice_of([value])
+    order, starts, _ = path.slice_of([value])
     steps = [path.steps[index] for index in order]
     written = {number: nbytes for step in steps for number, nbytes in step.sizes}
     own = written.get(path.memory_of[value[0]], 0)
@@ -188,7 +195,7 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
     # By slot: its group, and the inputs and kept values that this starts from.
     hosts: dict[int, tuple[list[int], Set[Value]]] = {}
     for slots in groups:
-        steps, starts = path.slice_of([path.slots[slot].value for slot in slots])
+        steps, starts, _ = path.slice_of([path.slots[slot].value for slot in slots])
         inputs = starts - path.parameters
         computes = starts and not all(path.steps[index].is_view for index in steps)
         if computes:

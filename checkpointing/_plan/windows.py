@@ -59,9 +59,10 @@ class Instruction:
 class Window:
     """The instructions that make some values, over a table of tensors and constants."""
 
-    def __init__(self, path: Path, targets: Mapping[int, Slot]) -> None:
+    def __init__(self, path: Path, targets: Mapping[int, Slot], without: Set[Value]) -> None:
+        """It starts from no kept value in `without`."""
         self.path, self.targets = path, targets
-        order, starts = path.slice_of([slot.value for slot in targets.values()])
+        order, starts, _ = path.slice_of([slot.value for slot in targets.values()], without)
         steps = [path.steps[index] for index in order]
         self.counted = sum(step.is_counted for step in steps)
         # Statistics are not updated again.

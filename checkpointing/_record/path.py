@@ -9,10 +9,17 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from copy import copy
+from typing import NamedTuple
 
 from .program import KEEP, NOT_WRITTEN, Hold, Slot, Step, Value, with_saves
 
-Slice = tuple[list[int], Set[Value]]  # steps, and the values that they start from
+
+class Slice(NamedTuple):
+    """What makes some values."""
+
+    steps: list[int]
+    starts: Set[Value]
+    without: Set[Value]  # kept values from which it can't start
 
 
 class Path:
@@ -53,10 +60,11 @@ class Path:
         for cell, memory in step.memories:
             self.memory_of[cell] = memory
             self._maker[cell] = step.index
-            if not step.reads or self.memory_of[step.reads[0][0]] != memory:
+            base = self._base_of(step, memory)
+            if base is None:
                 self._plain.add(cell)
                 continue
-            base = self._bases[cell] = step.reads[0][0]
+            self._bases[cell] = base
             if base in self._plain and step.info.base not in _OVERLAPPING:
                 self._plain.add(cell)
                 if base in self.parts:
@@ -68,6 +76,13 @@ class Path:
         self.kept.update([asked.value for asked in step.decides])
         if step.event is KEEP and not step.effect:
             self.cuts.append(step.index)
+
+    def _base_of(self, step: Step, memory: int) -> int | None:
+        """The argument with which a result on a memory shares it: one that the step writes, or the
+        first one."""
+        cells = step.targets or [cell for cell, _ in step.reads[:1]]
+        there = [cell for cell in cells if self.memory_of[cell] == memory]
+        return there[0] if len(there) == 1 else None
 
     def _add_met(self, here: Step | Slot) -> None:
         for asked in here.holds:
@@ -122,10 +137,11 @@ class Path:
 
     def slice_of(self, values: Iterable[Value], without: Set[Value] = frozenset()) -> Slice:
         """The steps that make these values, in order, and what they start from, but for kept values
-        in `without`."""
+        in `without`, and those that can't stand for their memory here."""
         found: set[int] = set()
         starts: set[Value] = set()
         seen: set[Value] = set()
+        values = [*values]
         stack = [*values]
         while stack:
             value = stack.pop()
@@ -140,7 +156,7 @@ class Path:
                 stack += reads
         if banned := self._not_for_all(found, starts - self.given):
             return self.slice_of(values, without | banned)
-        return sorted(found), starts
+        return Slice(sorted(found), starts, without)
 
     def _not_for_all(self, found: Set[int], kept: Set[Value]) -> Set[Value]:
         """The kept values that can't stand for their memory, since these steps make it, too, as it
@@ -152,15 +168,28 @@ class Path:
             y.add_(1)
 
         `row` needs `y` as it was when `row` was made. `add_` on a copy of the kept `y` would not
-        show in it."""
+        show in it, nor in a copy of a kept `row`: where steps write, one value stands for all of
+        the memory."""
         if not kept:
             return frozenset()
         made_at: dict[int, int] = {}
-        for index in sorted(found, reverse=True):
-            if not self.steps[index].is_view:
-                made_at.update((memory, index) for _, memory in self.steps[index].memories)
+        written: set[int] = set()
+        for step in [self.steps[index] for index in sorted(found, reverse=True)]:
+            if not step.is_view:
+                made_at.update((memory, step.index) for _, memory in step.memories)
+            if not step.updates:
+                written.update(step.writes)
         after = {value: self.there_after(value) for value in kept}
-        return {v for v in kept if made_at.get(self.memory_of[v[0]], after[v]) < after[v]}
+        # Before all others those that are there first, and of these the one that shows most.
+        in_order = sorted(kept, key=lambda v: (after[v], len(self._line(v[0])), v))
+        banned: set[Value] = set()
+        met: set[int] = set()
+        for value in in_order:
+            memory = self.memory_of[value[0]]
+            if made_at.get(memory, after[value]) < after[value] or memory in met & written:
+                banned.add(value)
+            met.add(memory)
+        return banned
 
     def newest(self, value: Value) -> int:
         """The last operator that made something of a value; -1 if the value, or what it is a view
@@ -201,4 +230,4 @@ class Path:
 
 
 # Views that may show an element more than once, or what their base does not.
-_OVERLAPPING = frozenset({"as_strided", "expand", "unfold"})
+_OVERLAPPING = frozenset({"as_strided", "as_strided_", "expand", "unfold"})

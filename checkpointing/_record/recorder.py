@@ -188,7 +188,9 @@ class Recorder(Memories):
             is_held = isinstance(template, First) and (saves_freely or template.is_parameter)
             if is_held and is_view:
                 self._hold(template)
-            if memory.state is UNFILLED or memory.has(template.cell):
+            # `as_strided` may show more than what is held.
+            is_within = step.info.offset is None or memory.state is not OUTSIDE
+            if is_within and (memory.state is UNFILLED or memory.has(template.cell)):
                 step.reads += (self.value(template.cell),)
             else:
                 step.effect = True
@@ -220,9 +222,13 @@ class Recorder(Memories):
         step.args = tuple([self._template(place, arg) for place, arg in given.items()])
 
     def _can_be_made(self, target: Tensor) -> bool:
-        """Whether what is written can be made again: nobody unseen has had a part in it."""
-        info, memory = self._step.info, self.known_memory(target)
-        if memory is None:
+        """Whether what is written can be made again: nobody unseen has had a part in it, and it is
+        not drawn into a part without a state to draw from again."""
+        info, cell = self._step.info, self.find(target)
+        if cell is None:
+            return False
+        memory = self.memory_of[cell]
+        if info.may_draw and not self._store.preserve_rng_state and cell not in memory.whole:
             return False
         if memory.state is UNFILLED:
             return info.overwrites or info.allocates

@@ -56,7 +56,7 @@ class Store:
     def __init__(self, hooks: Any, preserve_rng_state: bool | str) -> None:
         self.movers: dict[Destination, Mover] = {}
         self.hooks = hooks  # or a mover: who takes inputs
-        self._preserve_rng_state = preserve_rng_state
+        self.preserve_rng_state = preserve_rng_state
         self.task = _torch.graph_task_id()  # of the rerun that this is part of, if of one
         self._depth = thread.depth
         # What to do when the last operator has returned, which has still to count versions up.
@@ -267,7 +267,7 @@ class Store:
 
     def generators(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Where the generators stand that an operator is about to draw from."""
-        is_custom, preserve = step.info.custom, self._preserve_rng_state
+        is_custom, preserve = step.info.custom, self.preserve_rng_state
         if not (is_custom or preserve):
             return None
         if step.is_quick_draw and type(args[0]) is Tensor and args[0].is_cpu:
@@ -278,7 +278,7 @@ class Store:
         """Note from where random numbers were drawn. Returns whether to keep them instead."""
         if step.info.custom and not state.have_moved():
             return False
-        if self._preserve_rng_state:
+        if self.preserve_rng_state:
             self.random[step.index] = state
             return False
         return True

@@ -39,6 +39,45 @@ class Programs:
         z.add_(1)
         return x * (before * h), (part + z[:2]).sin()
 
+    @case(doors=REPLAY)
+    def masks_and_their_rows_of_which_one_is_written(x, y):
+        """They are decisions, and all of them are held; so are kept values, and views of these."""
+        mask = x.detach() @ y.detach().t() > 0
+        counts = [row.nonzero().numel() for row in mask.unbind()]
+        total = mask.nonzero().numel() + sum(counts)
+        mask[0].logical_not_()
+        h = keep(y.detach().exp())
+        row = keep(h[0])
+        row.add_(1)
+        return (x.t() @ mask.to(x.dtype)).sin() * total, x * h.sin()
+
+    @case(doors=REPLAY)
+    def two_versions_that_are_held(x, y):
+        """Written through a view between; one window needs both."""
+        h = keep(x.detach().exp())
+        before = h * 1
+        h[0].add_(1)
+        keep(h)
+        h.mul_(2)
+        mask = x.detach() @ y.detach().t() > 0
+        first, size = mask * 1, mask.nonzero().numel()
+        mask[0].logical_not_()
+        size += mask.nonzero().numel()
+        mask[1].logical_not_()
+        return x * (before * h), (x.t() @ (first + 2 * mask).to(x.dtype)) * size
+
+    @case(whole=True, doors=REPLAY)
+    def more_than_the_view_that_a_block_is_given(region, x, y):
+        """`as_strided` shows it, and it is written later."""
+        base = torch.ones(4, 6, dtype=x.dtype)
+
+        def f(x, row):
+            shown = row.as_strided((4, 6), (6, 1), 0) * 1
+            base[1].add_(1)
+            return x * shown
+
+        return region(f, x, base[0])
+
     @case
     def empty_filled_by_numpy_in_two_steps(x, y):
         b = torch.empty(4, 6, dtype=x.dtype)
@@ -99,6 +138,25 @@ class Programs:
             return h
 
         return region(f, x, y)
+
+
+def test_what_is_asked_for_alone_is_made_as_with_all_others():
+    """Beside `row` a kept `h` can't stand for its memory, so the block does not hold it."""
+    x = torch.rand(2, 4, requires_grad=True)
+
+    def f():
+        h = x.exp().detach()
+        row = h[0]
+        h.mul_(2)
+        keep(h)
+        h.add_(1)
+        return (x[0] * (row * 1)).sum(), (x * (h * 1)).sum()
+
+    (want,) = torch.autograd.grad(f()[1], x)
+    with checkpoint_scope():
+        dropped, alone = f()
+    del dropped
+    assert bits(torch.autograd.grad(alone, x)[0]) == bits(want)
 
 
 def test_statistics_of_an_evaluation_before_training_are_those_that_it_read():
