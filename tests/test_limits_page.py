@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import checkpointing
-from checkpointing import checkpoint_scope, checkpointed, is_recomputing, opaque
+from checkpointing import checkpoint_scope, checkpointed, is_recomputing, keep, opaque
 
 TEXT = (Path(checkpointing.__file__).parent / "LIMITS.md").read_text(encoding="utf-8")
 ROWS = [line for line in TEXT.splitlines() if re.match(r"\| (?!what \|)", line)]
@@ -134,6 +134,20 @@ def test_as_strided_in_a_rerun_on_a_tensor_of_which_there_is_a_copy():
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
         assert torch.equal(gradient(s), want)
         assert not torch.equal(gradient(c), want)
+
+
+def test_as_strided_beyond_a_kept_tensor_whose_neighbours_are_written():
+    def f(x):
+        rows = (x.detach() * 2).view(2, 4)
+        shown = keep(rows[0]).as_strided((8,), (1,), 0) * 1
+        rows[1].add_(1)
+        return x * shown
+
+    def gradient(door):
+        x = torch.ones(8, requires_grad=True)
+        return torch.autograd.grad(door(f)(x).sum(), x)[0]
+
+    assert not torch.equal(gradient(s), gradient(plain))
 
 
 def test_code_that_a_rerun_skips_is_the_first_to_read():

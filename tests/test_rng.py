@@ -173,11 +173,13 @@ def test_generators(door, how):
 
 
 def into_rows(x):
-    noise = torch.zeros(3, 50)
+    noise, others = torch.zeros(3, 50), torch.zeros(2, 50)
     noise[0].uniform_()
     torch.rand(50, out=noise[1])
     noise[2] += F.dropout(noise[0], 0.5)
-    return (x * noise).sin().exp()
+    row = others[1]
+    others.bernoulli_()
+    return (x * noise).sin().exp() * row
 
 
 @pytest.mark.parametrize("door", ["replay", "scope"])

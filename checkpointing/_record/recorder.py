@@ -222,13 +222,13 @@ class Recorder(Memories):
         step.args = tuple([self._template(place, arg) for place, arg in given.items()])
 
     def _can_be_made(self, target: Tensor) -> bool:
-        """Whether what is written can be made again: nobody unseen has had a part in it, and it is
-        not drawn into a part without a state to draw from again."""
+        """Whether what is written can be made again: nobody unseen has had a part in it. What is
+        drawn without a state to draw from again is kept, if no other tensor shows it."""
         info, cell = self._step.info, self.find(target)
         if cell is None:
             return False
         memory = self.memory_of[cell]
-        if info.may_draw and not self._store.preserve_rng_state and cell not in memory.whole:
+        if info.may_draw and not self._store.preserve_rng_state and memory.cells != [cell]:
             return False
         if memory.state is UNFILLED:
             return info.overwrites or info.allocates
