@@ -172,14 +172,17 @@ def test_generators(door, how):
     same_bits(door, step)
 
 
-def into_rows(x):
+def drawn_in_place(x):
+    """Into parts, and into memory that has been read."""
     noise, others = torch.zeros(3, 50), torch.zeros(2, 50)
     noise[0].uniform_()
     torch.rand(50, out=noise[1])
     noise[2] += F.dropout(noise[0], 0.5)
-    row = others[1]
+    row, over = others[1], x.detach().sin()
+    before = over.exp()
     others.bernoulli_()
-    return (x * noise).sin().exp() * row
+    over.uniform_()
+    return (x * noise).sin().exp() * row * before * over
 
 
 @pytest.mark.parametrize("door", ["replay", "scope"])
@@ -187,7 +190,7 @@ def test_without_preserving_replay_is_exact_and_stashes_nothing(door):
     """What random operators made is kept instead."""
     leaf = torch.linspace(-1, 1, 50).requires_grad_()
     off = {"preserve_rng_state": False}
-    for program in (dropout, into_rows):
+    for program in (dropout, drawn_in_place):
         step = lambda door, f=program: [y := door(f)(leaf), *torch.autograd.grad(y.sum(), leaf)]
         same_bits(functools.partial(DOORS[door], **off), step)
     with checkpoint_scope(**off) as entered:

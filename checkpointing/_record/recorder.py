@@ -223,12 +223,13 @@ class Recorder(Memories):
 
     def _can_be_made(self, target: Tensor) -> bool:
         """Whether what is written can be made again: nobody unseen has had a part in it. What is
-        drawn without a state to draw from again is kept, if no other tensor shows it."""
+        drawn without a state to draw from again is kept instead, and must be all that there is."""
         info, cell = self._step.info, self.find(target)
         if cell is None:
             return False
         memory = self.memory_of[cell]
-        if info.may_draw and not self._store.preserve_rng_state and memory.cells != [cell]:
+        is_fresh = memory.state is UNFILLED and memory.cells == [cell]
+        if info.may_draw and not (self._store.preserve_rng_state or is_fresh):
             return False
         if memory.state is UNFILLED:
             return info.overwrites or info.allocates
