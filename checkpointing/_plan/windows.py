@@ -69,10 +69,11 @@ class Window:
         self.written = {m for step in steps if not step.updates for m in step.writes}
         self.table: list[Any] = []
         # By start, and by cell of what is computed. A start on memory that steps write is computed.
+        # (They do not write what is from outside, but what was there before that.)
         self._places: dict[Any, int] = {}
         self.starts = []
         for value in starts:
-            is_written = path.memory_of[value[0]] in self.written
+            is_written = value not in path.given and path.memory_of[value[0]] in self.written
             place = self._place(value[0] if is_written else value)
             self.starts.append((place, value, is_written))
         for step in steps:

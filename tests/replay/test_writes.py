@@ -124,6 +124,16 @@ class Programs:
         return (h * mean).exp() * y, h * var
 
     @case(doors=REPLAY)
+    def statistics_that_the_block_has_written_and_reads_between_updates(x, y):
+        mean, var = x.detach().mean(0), torch.ones(6, dtype=x.dtype)
+        mean.mul_(2)
+        read = mean * 1
+        for _ in range(2):
+            nn.functional.batch_norm(y.detach(), mean, var, training=True)
+            read = read + mean.sin()
+        return x * read
+
+    @case(doors=REPLAY)
     def statistics_that_are_kept_before_their_update(x, y):
         mean = keep(x.sin().mean(0))
         a, var = mean.exp(), torch.ones_like(mean)
