@@ -404,9 +404,11 @@ NESTINGS = {
 SCHEDULES = [(net, "scope", budget) for budget in (None, 9000, 20_000)]
 SCHEDULES += [(in_place, "scope", budget) for budget in (None, 2100, 1)]
 SCHEDULES += [(sums, "scope", budget) for budget in (None, 3000, 25_000)]
-for how in WRITES:
-    build = functools.partial(split_twice, how)
-    SCHEDULES += [(build, "scope", budget) for budget in (None, 100, 1)]
+SCHEDULES += [
+    (functools.partial(split_twice, how), "scope", budget)
+    for how in WRITES
+    for budget in (None, 100, 1)
+]
 SCHEDULES += [(build, door, 2100) for build in (net, inner_regions) for door in NESTINGS]
 
 

@@ -49,7 +49,8 @@ class Filling:
         return max(self.most, *self.peaks), self._work
 
     def _cut_and_drop(self) -> None:
-        """Cut where all that crosses is kept anyway, and drop what is not needed any more."""
+        """Cut where all that crosses is kept anyway, and drop what is not needed any more. What
+        windows run stays the same, but for what is cheap."""
         self.ends = sorted({*self.ends, *[at for at, across in self._find_windows() if not across]})
         self.kept = {*filter(self._is_wanted, self.kept)}
         self._find_peaks()

@@ -75,8 +75,8 @@ class Group:
 
     @cached_property
     def _without(self) -> Set[Value]:
-        """Kept values from which no window starts, since that of all slots can't: a run has to hold
-        the same, whichever slots are opened together."""
+        """Kept values from which no window starts, because the window of all slots can't. So what a
+        run has to hold does not depend on which slots are opened together."""
         return self.path.slice_of(self._values(self.slots)).without
 
     def _values(self, slots: Iterable[int]) -> list[Value]:

@@ -88,7 +88,6 @@ class Model:
         # By slot that the block has made: the position at which backward wants it, and the memory.
         self.saves: dict[int, tuple[int, int]] = {}
         self._saved: set[Value] = set()  # by the slots before
-        self._split = {path.memory_of[part] for part in path.parts.values()}  # into parts
         for step in path.steps:
             self._add(step)
         # Steps that hand views of their gradient on: not where one has read a part of a memory.
@@ -326,7 +325,8 @@ class Model:
         if step.info.base in ("add", "add_", "clone", *_torch.JOINS) or not gives:
             return 0
         numbers = [self.path.memory_of[cell] for cell, _ in step.reads]
-        read = [self.memories[n] for n in numbers if n in self.memories and n not in self._split]
+        split = self.path.split_by
+        read = [self.memories[n] for n in numbers if n in self.memories and n not in split]
         others = [memory for memory in read if memory.number not in step.writes]
         given = [memory for memory in others if memory.has_gradient]
         first = [memory for memory in {*given} if memory.last_read == step.index]

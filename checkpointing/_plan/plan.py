@@ -165,7 +165,7 @@ def _split_all(groups: Sequence[Group], choice: Filling, budget: int, peak: int)
 def _split(group: Group, choice: Filling, budget: int, peak: int) -> int:
     """Where a window would deliver more than the budget, a first replay makes what smaller windows
     start from. Returns what backward needs then."""
-    order, *_ = group.path.slice_of([group.path.slots[slot].value for slot in group.slots])
+    order = group.path.slice_of([group.path.slots[slot].value for slot in group.slots]).steps
     if not order:
         return 0
     held = choice.stretch.held | choice.kept

@@ -69,7 +69,7 @@ class Window:
         self.written = {m for step in steps if not step.updates for m in step.writes}
         self.table: list[Any] = []
         # By start, and by cell of what is computed. A start on memory that steps write is computed.
-        # (They do not write what is from outside, but what was there before that.)
+        # What is from outside never is: the steps of a window write that memory as it was before.
         self._places: dict[Any, int] = {}
         self.starts = []
         for value in starts:

@@ -8,7 +8,7 @@ Invariant: a value is *sure* if a replay gives the same again on any device. It 
 from nothing, or by views, integral operators and pointwise operators from what is sure.
 
 Where steps write to a memory of which two decisions are held, one window may need both as they
-were. It starts from the first, and the later one is made again.
+were. It then starts from the first, and the later one is made again.
 
 Rejected: holding what is read, at the first reader. Readers read views, and autograd saves the
 base.

@@ -41,7 +41,7 @@ class Path:
         # By cell: the part that it shows of what an operator has made and another one has split.
         # (A third one may split that again otherwise: its parts would overlap with these.)
         self.parts: dict[int, int] = {}
-        self._split: dict[int, int] = {}  # by memory: the step that has split it
+        self.split_by: dict[int, int] = {}  # by memory that has parts: the step that made them
         # Cells of what steps have made, and of views of that without overlaps.
         self._plain: set[int] = set()
         self._maker: dict[int, int] = {}
@@ -69,7 +69,7 @@ class Path:
                 self._plain.add(cell)
                 if base in self.parts:
                     self.parts[cell] = self.parts[base]
-                elif splits and self._split.setdefault(memory, step.index) == step.index:
+                elif splits and self.split_by.setdefault(memory, step.index) == step.index:
                     self.parts[cell] = cell
         for memory in step.writes:
             self.writers[memory].append(step.index)
@@ -78,8 +78,8 @@ class Path:
             self.cuts.append(step.index)
 
     def _base_of(self, step: Step, memory: int) -> int | None:
-        """The argument with which a result on a memory shares it: one that the step writes, or the
-        first one."""
+        """The argument on the same memory as a result: what the step writes, or else its first
+        argument. None if there is none, or more than one."""
         cells = step.targets or [cell for cell, _ in step.reads[:1]]
         there = [cell for cell in cells if self.memory_of[cell] == memory]
         return there[0] if len(there) == 1 else None
@@ -180,15 +180,16 @@ class Path:
             if not step.updates:
                 written.update(step.writes)
         after = {value: self.there_after(value) for value in kept}
-        # Before all others those that are there first, and of these the one that shows most.
+        # The earliest first; of those that are there at once, the one that shows most.
         in_order = sorted(kept, key=lambda v: (after[v], len(self._line(v[0])), v))
         banned: set[Value] = set()
-        met: set[int] = set()
+        taken: set[int] = set()  # memories that are written, and for which another value stands
         for value in in_order:
             memory = self.memory_of[value[0]]
-            if made_at.get(memory, after[value]) < after[value] or memory in met & written:
+            if made_at.get(memory, after[value]) < after[value] or memory in taken:
                 banned.add(value)
-            met.add(memory)
+            if memory in written:
+                taken.add(memory)
         return banned
 
     def newest(self, value: Value) -> int:

@@ -222,8 +222,9 @@ class Recorder(Memories):
         step.args = tuple([self._template(place, arg) for place, arg in given.items()])
 
     def _can_be_made(self, target: Tensor) -> bool:
-        """Whether what is written can be made again: nobody unseen has had a part in it. What is
-        drawn without a state to draw from again is kept instead, and must be all that there is."""
+        """Whether what is written can be made again: nobody unseen has had a part in it. Numbers
+        that are drawn without a random state are kept instead, so no other tensor may show that
+        memory, and nobody may have read it."""
         info, cell = self._step.info, self.find(target)
         if cell is None:
             return False
