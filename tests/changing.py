@@ -107,6 +107,18 @@ class Cases:
             part[1:].mul_(n + 1)
         return x * padded, (x[:n] * padded[:n].t().contiguous().t()).exp()
 
+    @on((8, 4), (4, 8, 3), (1, 8, 9))
+    def tensors_that_are_none_in_some_steps(n, x, w, series):
+        """What is there otherwise has been made, and is gone."""
+        low, bias, rows = x.detach().amin(0) / 2, x.detach().sum(1)[:4], torch.arange(4) * 2
+        if n % 2:
+            low = bias = None
+        if n % 3:
+            rows = None
+        clamped = x.detach().clamp(low, x.detach().amax(0) / 2)
+        picked = torch.ops.aten.index.Tensor(x.detach() * 1, [rows, torch.arange(4)])
+        return F.conv1d(series, w, bias).sin().exp(), (x + clamped).exp(), picked.sum() * x.sin()
+
     @on((8, 16), (16, 16))
     def loops_and_stochastic_depth(n, x, w):
         for i in range(1 + 2 * n):

@@ -8,7 +8,7 @@ import inspect
 
 import pytest
 import torch
-from oracle import DOORS, EACH_DOOR, WAYS, Programs, apply, integers as leaf
+from oracle import DOORS, EACH_DOOR, WAYS, Programs, apply, bits, integers as leaf
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -105,6 +105,51 @@ class HandedOver:
 
         x = leaf()
         return torch.autograd.grad(door(fn)(x).sum(), [x, weight])
+
+
+class Normaliser(nn.Module):
+    """Updates buffers, and writes tensors that it is given, where only the forward does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.calls, self.total = 0, torch.zeros(4)
+
+    @forward_only
+    def update(self, x, total, parts):
+        self.mean += x.detach().sum(0)
+        self.calls += 1
+        total += self.mean
+        self.norm(x)
+        parts["a"].mul_(2)
+        return parts["b"][0].add_(self.calls)
+
+    def forward(self, x):
+        parts = {"a": x.detach() * 3, "b": [torch.rand(2, 4)]}
+        before = x - self.mean
+        b = self.update(before, self.total, parts)
+        after = (before - self.mean).square() + parts["a"] + b
+        self.update(after, self.total, parts)
+        return self.norm(before) * (after - self.mean) * parts["a"] * parts["b"][0]
+
+
+@EACH_DOOR
+def test_what_a_forward_only_function_writes_is_as_it_has_left_it(door):
+    """Buffers, and arguments that the region has made; not what the region reads nowhere."""
+
+    def found(door):
+        m, x = Normaliser(), torch.arange(8.0).view(2, 4).requires_grad_()
+        seen = []
+        for n in range(3):
+            torch.manual_seed(n)
+            y = door(m.forward)(x)
+            seen += [y, *torch.autograd.grad(y.sin().sum(), [x, *m.norm.parameters()])]
+            seen += [m.total, *m.buffers(), torch.rand(2)]
+            seen = [bits(each) for each in seen]
+        return seen, m.calls
+
+    assert found(door) == found(lambda forward: forward)
 
 
 def test_a_changed_result_is_an_error():

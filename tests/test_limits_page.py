@@ -258,10 +258,20 @@ def two_storages(w):
     return y + (w * p).cos()
 
 
+def sparse_values(w):
+    values = torch.ones(4)
+    indices = torch.arange(4).expand(2, 4)
+    matrix = torch.sparse_coo_tensor(indices, values, check_invariants=False)
+    y = w * torch.mv(matrix, torch.ones(4)).sin()
+    values.mul_(2)
+    return y
+
+
 UNSEEN = {
     "data": ([c, s], lambda w: w.sin().exp()),
     "numbered": ([c, s], lambda w: w.sin().exp()),
     "two storages": ([s], two_storages),
+    "sparse values": ([s], sparse_values),
     "apply_": ([s], lambda w: (w * torch.zeros(4).add_(1).apply_(lambda n: n + 1)).sin().exp()),
     "hook": ([c], lambda w: w.register_hook(lambda grad: grad * 2) and (w * 1).sin().exp()),
     "statistics": ([s], lambda w: (w + MEAN).sin().exp()),

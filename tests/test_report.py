@@ -88,6 +88,18 @@ def test_a_scope_reports_itself_at_any_time():
     assert after.replays == scope.stats.replays > 0
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_block_that_reports_itself_is_the_same_block():
+    """The size of a nested tensor takes operators, which are none of the block."""
+    x = torch.ones(2, 4, requires_grad=True)
+    for _ in range(2):
+        with checkpoint_scope(policy=lambda *_, **__: True) as scope:  # keeps the nested one, too
+            n = torch.nested.as_nested_tensor([x, x[:1]])
+            torch.nested.to_padded_tensor((n * 2).sin(), 0.0).exp().sum().sin()
+            first, second = scope.stats, scope.stats
+        assert first == second
+
+
 def test_held_tensors_are_told_apart_and_sorted():
     """Inputs (closed over, too), what is kept or offloaded, random states, copies of buffers."""
     x, norm = leaf() * 2, nn.BatchNorm1d(4)

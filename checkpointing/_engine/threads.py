@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, inference_mode, is_grad_enabled, is_inference_mode_enabled
 
 from .._torch import set_grad_enabled
 
@@ -79,6 +79,9 @@ def aside() -> AbstractContextManager[None]:
 def without_recording(function: Callable[..., R], *values: Any) -> R:
     """Call a check, a copy or a hook of the user, whose operators are neither recorded nor part of
     a graph."""
+    if is_inference_mode_enabled():  # autograd could not save a copy that is made in it
+        with inference_mode(False):
+            return without_recording(function, *values)
     here = thread.__dict__
     before, grad_mode = here.copy(), is_grad_enabled()
     here.update(region=None, depth=here["depth"] + 1, aside=here["aside"] + 1)

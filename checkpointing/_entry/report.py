@@ -23,6 +23,7 @@ from .._engine import (
     Held,
     Holder,
     Moved,
+    aside,
     described,
     is_referenced,
     root_of,
@@ -170,12 +171,13 @@ def report_of(frames: Iterable[Frame]) -> Report:
 
 def region_of(frame: Frame) -> RegionReport:
     held: dict[Any, TensorReport] = {}
-    for kind, part, operator, note in frame.holdings():
-        if type(part) is Moved:
-            kind = "offloaded"
-        # A region around this one holds what is in its slots.
-        for tensor in tensors_in(_packed(part))[:1]:
-            held |= _by_storage(kind, tensor, operator, *note)
+    with aside():  # the block may still run, and the size of a nested tensor takes operators
+        for kind, part, operator, note in frame.holdings():
+            if type(part) is Moved:
+                kind = "offloaded"
+            # A region around this one holds what is in its slots.
+            for tensor in tensors_in(_packed(part))[:1]:
+                held |= _by_storage(kind, tensor, operator, *note)
     saved = _sorted(frame.notes.values()) if frame.notes else ()
     return RegionReport(
         frame.name,

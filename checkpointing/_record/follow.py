@@ -74,7 +74,7 @@ class Follower(TorchDispatchMode, Position, Region):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = NO_KEYWORDS
     ) -> Any:
         if types or self.watchers or self._later or self._here["depth"] != self._depth:
-            other_way = self._other_way(func, types)
+            other_way = self._other_way(func, types, args, kwargs)
             if other_way is not None:
                 return other_way(func, types, args, kwargs)
         following = self.step.next  # another thread may record: read before the saves
@@ -106,10 +106,12 @@ class Follower(TorchDispatchMode, Position, Region):
             self._decide(step, args, kwargs, result)
         return result
 
-    def _other_way(self, func: Any, types: Any) -> Callable[..., Any] | None:
+    def _other_way(
+        self, func: Any, types: Any, args: Any, kwargs: Any
+    ) -> Callable[..., Any] | None:
         """How to run an operator that is not just followed."""
         # One of a recompute is not (rule 3).
-        if self._here["depth"] != self._depth and not self._wakes_up(func):
+        if self._here["depth"] != self._depth and not self._wakes_up(func, args, kwargs):
             return _leave_alone
         if not self._follows(func, types):
             return _leave_to_subclass
@@ -289,7 +291,7 @@ class Follower(TorchDispatchMode, Position, Region):
 
     # ---- what a run does beside following
 
-    def _wakes_up(self, func: Any) -> bool:
+    def _wakes_up(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the run goes on, though recomputes are under way."""
         return False
 

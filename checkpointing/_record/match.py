@@ -61,7 +61,7 @@ class Matcher:
             for known, arg in zip(step.args, given):  # noqa: B905
                 kind = type(known)
                 if kind is Known:
-                    if cells[known.cell]() is not arg:
+                    if cells[known.cell]() is not arg or arg is None:
                         break
                 elif known is not arg:
                     is_plain = type(arg) is kind and kind in step.plain
@@ -89,7 +89,7 @@ class Matcher:
         if kind is First:
             return self.comes_from_there(known, arg, met)
         if kind is Known:
-            return self._cells[known.cell]() is arg
+            return arg is not None and self._cells[known.cell]() is arg
         if kind is Met:
             return met[known.cell - len(self._cells)] is arg
         if kind is Parts:

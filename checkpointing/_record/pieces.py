@@ -97,6 +97,10 @@ class Pieces:
             if not self._held[storage]:
                 del self._held[storage]
 
+    def hold_at(self, storage: int | None) -> bool:
+        """Whether something is held there."""
+        return any(held() is not None for held, _ in self._held.get(storage, ()))
+
     def copy_of(self, asked: Hold, tensor: Tensor) -> Held | None:
         """A copy, the same for all pieces until something is written; None where no earlier piece
         has written. (Where one has, the next block may write before backward.)"""

@@ -200,7 +200,8 @@ class Recorder(Memories):
 
     def _operate(self, given: dict[Any, Any]) -> None:
         step, info = self._step, self._step.info
-        others = {*info.targets, 0} if info.metadata_only else {*info.targets}
+        reads_metadata = info.metadata_only and _torch.layout_of(given[0]) is not None
+        others = {*info.targets, 0} if reads_metadata else {*info.targets}
         read = [arg for place, arg in given.items() if place not in others]
         for memory in map(self.known_memory, tensors_of(read)):
             # Something unseen has filled what is read: a raw kernel, `ctypes`, NumPy.
@@ -218,7 +219,7 @@ class Recorder(Memories):
         step.is_quick_draw = not (info.custom or has_generator)
         if not step.effect:
             step.draws = info.may_draw
-            step.reads_metadata = info.metadata_only and _has_storage(given[0])
+            step.reads_metadata = reads_metadata
         step.args = tuple([self._template(place, arg) for place, arg in given.items()])
 
     def _can_be_made(self, target: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import _torch
 from .._engine import Mover, aside, read_switches, thread
 from .follow import Follower
-from .ops import Info, info_of
+from .ops import Info, by_place, info_of, tensors_of
 from .pieces import Ends, Pieces
 from .program import BROUGHT_BACK, UNSEEN, Known, Program, Slot
 from .store import Store
@@ -106,22 +106,29 @@ class Run(Follower):
     def begin_anew(self, holders: list[Any]) -> None:
         """Holders have what they need, so the rest of the block is like another run, as in a loop
         of training steps. Until gradients are wanted again (backward itself and an optimizer's step
-        want none), nothing is recorded."""
+        want none), or something is written that is held, nothing is recorded."""
         self._begin_at(len(holders)).forget_dead()
         self._holders = holders
         if self._depth != _RESTING:
             self._awake, self._depth = self._depth, _RESTING
 
-    def _wakes_up(self, func: Any) -> bool:
+    def _wakes_up(self, func: Any, args: Any, kwargs: Any) -> bool:
         if self._depth != _RESTING or self._here["depth"] != self._awake:
             return False
-        if not torch.is_grad_enabled() or info_of(func).is_passed:
+        info = info_of(func)
+        if info.is_passed or not (torch.is_grad_enabled() or self._hears_of(info, args, kwargs)):
             return False
         self._depth = self._awake
         if not any(holder() is not None for holder in self._holders):
             self._holders.clear()
             self.store.first_holder = 0
         return True
+
+    def _hears_of(self, info: Info, args: Any, kwargs: Any) -> bool:
+        """Whether an operator writes where something is held for backward."""
+        given = by_place(args, kwargs)
+        written = tensors_of([given.get(place) for place in (*info.targets, *info.statistics)])
+        return any(map(self.store.holds_alias_of, written))
 
     def adopt(self, tensor: Tensor, slot: Slot) -> None:
         """While the block still runs, a backward inside it has brought a value back in other
@@ -208,6 +215,7 @@ class Run(Follower):
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         """The value has a name, which the innermost policy may want to keep it by."""
         if self.policy is not None:
+            self.store.settle()
             self._obey(self.policy.on_tag(name), tensor)
         return tensor
 
@@ -228,5 +236,11 @@ class Run(Follower):
             outer = outer.outer
         if outer is None:
             return function(*args, **kwargs)
+        alive = [tensor for cell in self.cells if (tensor := cell()) is not None]
+        versions = {_torch.storage_of(t): (t, _torch.version(t)) for t in alive}
         with aside():
-            return outer.once(function, args, kwargs)
+            value = outer.once(function, args, kwargs)
+        for tensor, version in versions.values():
+            if _torch.version(tensor) != version:
+                self.written_unseen(tensor)
+        return value

@@ -190,6 +190,14 @@ class Store:
         """Whether something is held on one of these."""
         return not self._on.keys().isdisjoint(memories)
 
+    def holds_alias_of(self, tensor: Tensor) -> bool:
+        """Whether something in the memory of a tensor is held, here or by an earlier piece."""
+        there = _torch.storage_of(tensor)
+        aliases = [held for held in self.held.values() if type(held) is Aliased]
+        if any(_torch.storage_of(held.packed) == there for held in aliases):
+            return True
+        return self.pieces is not None and self.pieces.hold_at(there)
+
     def before_write(self, step: Step, targets: list[Tensor]) -> None:
         """Copy what is held where a step writes."""
         if self.pieces is not None and (step.effect or step.updates):

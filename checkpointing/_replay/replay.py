@@ -207,6 +207,7 @@ class Replay(Frame):
         if hasattr(holder, "stock"):
             return holder.stock  # type: ignore[no-any-return]
         run = self.run  # in which a backward has begun
+        run.store.settle()
         run.program.history.stays_whole = True
         if run.may_begin_anew():
             self._leave()

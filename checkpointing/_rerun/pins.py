@@ -7,6 +7,7 @@ its own arguments, or the same views of them.
 """
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from .._engine import (
     within,
     without_recording,
 )
+from .buffers import Moment
 
 
 class Pin:
@@ -81,13 +83,23 @@ class Result:
 
     has_returned = False
     after: Generators | None = None  # the generators after the call, if it drew numbers
+    buffers: Moment | None = None  # rewound ones after the call, if it wrote some
     value = None
 
     def __init__(self) -> None:
         self.pins: list[Pin] = []
+        # Arguments that it wrote: their numbers, and what it left in them.
+        self.written: list[tuple[int, weakref.ref[Tensor], Pin]] = []
 
-    def save(self, value: Any, args: Any, kwargs: Any, hooks: _torch.Hooks | None) -> None:
-        given = _given_to(args, kwargs)
+    def note_written(self, number: int, tensor: Tensor) -> None:
+        """The call has written an argument."""
+        copy = without_recording(_torch.copy, tensor)
+        # No hooks: a rerun around this region may write nothing here.
+        pin = Pin(copy, None, "what a forward_only function wrote")
+        self.pins.append(pin)
+        self.written.append((number, weakref.ref(tensor), pin))
+
+    def save(self, value: Any, given: list[Any], hooks: _torch.Hooks | None) -> None:
         passed = {id(v): Passed(i, v, v) for i, v in enumerate(given) if type(v) not in ATOMS}
 
         def save(part: Any, _: Name) -> Any:
@@ -144,7 +156,14 @@ class Repeated(Region):
             raise errors.not_recorded(self._frame, name)
         if result.after is not None:
             result.after.enter([])
-        given = _given_to(args, kwargs)
+        if result.buffers is not None:
+            result.buffers.go_back()
+        given = given_to(args, kwargs)
+        for number, live, pin in result.written:
+            if live() is not given[number]:  # else it is from outside, and stays as it is
+                with within(None):
+                    value = pin.held.fetch(self._frame)
+                without_recording(Tensor.copy_, given[number], value)
 
         def restore(saved: Any) -> Any:
             if type(saved) is Passed:
@@ -157,10 +176,14 @@ class Repeated(Region):
             return put_together(result.value, restore)
 
 
-def _given_to(args: Any, kwargs: Any) -> list[Any]:
+def given_to(args: Any, kwargs: Any) -> list[Any]:
     """The arguments, then the tensors in them, in order."""
     given = [*args, *kwargs.values()]
     return given + tensors_in(given)
+
+
+def versions_of(values: Iterable[Any]) -> list[int | None]:
+    return [_torch.version(each) if isinstance(each, Tensor) else None for each in values]
 
 
 def without_slots(function: Any, args: Any, kwargs: Any, outer: Region | None = None) -> Any:

@@ -45,9 +45,9 @@ from .._engine import (
     without_recording,
 )
 from .ambient import Ambient
-from .buffers import Buffers
+from .buffers import Buffers, Moment
 from .inputs import Cells, Inputs, contents_of, fill
-from .pins import Pin, Repeated, Result, without_slots
+from .pins import Pin, Repeated, Result, given_to, versions_of, without_slots
 from .slots import Calling, Slots
 
 PreserveRngState = bool | Literal["all"]
@@ -167,13 +167,19 @@ class Rerun(Region, Call, Slots):
         """Do nothing: a rerun enters the inner region again, which keeps the value again."""
 
     def once(self, function: Any, args: Any, kwargs: Any) -> Any:
-        result = Result()
+        result, before = Result(), self.random()
         self.results += (result,)  # now, since the function may call others
-        before = self.random()
+        given, buffers = given_to(args, kwargs), self._buffers.then
+        versions = versions_of(given), versions_of(buffers.tensors)
         value = without_slots(function, args, kwargs, self.outer)
         if before.have_moved():
             result.after = self.random()
-        result.save(value, args, kwargs, self._hooks)
+        for number, version in enumerate(versions_of(given)):
+            if version != versions[0][number]:
+                result.note_written(number, given[number])
+        if versions_of(buffers.tensors) != versions[1]:
+            result.buffers = Moment(buffers.tensors, buffers.memory)
+        result.save(value, given, self._hooks)
         return value
 
     def recompute(self, holder: Holder, task: Task) -> None:
@@ -202,7 +208,9 @@ class Rerun(Region, Call, Slots):
                 if not held.is_parameter:
                     yield Holding(kind, held, named(held.name))
         yield from [Holding("random state", state) for state in self._rng.states]
-        yield from [Holding("buffers", copy) for copy in self._buffers.then.values]
+        moments = [result.buffers for result in self.results if result.buffers is not None]
+        for moment in [self._buffers.then, *moments]:
+            yield from [Holding("buffers", copy) for copy in moment.values]
 
 
 def call_within(

@@ -85,11 +85,11 @@ Layout = tuple[torch.Size, tuple[int, ...], bool, bool, int]
 
 def layout_of(tensor: Tensor) -> Layout | None:
     """The geometry of a plain tensor; None for others."""
-    if type(tensor) not in _WITH_LAYOUT:
-        return None
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        return None
-    return _layout(tensor)
+    return _layout(tensor) if type(tensor) in _WITH_LAYOUT and _is_strided(tensor) else None
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return not (tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized)
 
 
 def _layout(tensor: Tensor) -> Layout:
@@ -167,7 +167,7 @@ class Copies(dict[tuple[int, int], tuple[Tensor, Tensor]]):
             del self[key]
 
     def of(self, tensor: Tensor) -> Tensor:
-        if not has_storage(tensor) or is_zeros(tensor):
+        if not _is_strided(tensor) or is_zeros(tensor):
             return copy(tensor)
         key = storage_id(tensor), version(tensor)
         if key not in self:

@@ -236,6 +236,18 @@ def test_what_has_been_changed_is_named(read, door):
 
 
 @WHERE
+def test_a_decision_that_is_written_after_the_block_is_refused(door):
+    def function(x):
+        index = (x @ x).detach().argmax(-1, keepdim=True)
+        return (x * (index > 1)).exp(), index
+
+    y, index = door(function, torch.eye(4).requires_grad_())
+    index.add_(1)
+    with pytest.raises(ChangedError, match=r"a decision .* was changed"):
+        y.sum().backward()
+
+
+@WHERE
 @pytest.mark.parametrize("numpy", [False, True])
 def test_memory_that_changes_under_a_saved_tensor(numpy, door):
     """Backward gets what the operator read."""
