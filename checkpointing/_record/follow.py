@@ -325,7 +325,7 @@ class Follower(TorchDispatchMode, Position, Region):
 
     def _decide(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
         """Keep what a plan, or the answer of the policy, keeps of an operator's results."""
-        if step.keeps and self.holds_planned:
+        if step.keeps and self.holds_planned and not self.program.history.brings_back:
             # By the plan of the last run, until this one goes another way; then by one that keeps
             # what has been held so far.
             if self.plan is None or not self.plan.passes(step):

@@ -184,6 +184,8 @@ class Replay(Frame):
         old: Plan | None = run.step.plan
         if old is not None and old.suits(run):
             plan = old
+            if run.program.history.brings_back:
+                run.keep_what_is_there(plan)
         else:
             run.own_program()
             plan = run.step.plan = plan_of(run, old)
@@ -213,6 +215,7 @@ class Replay(Frame):
             self._leave()
             run.begin_anew(self.holders)
         else:
+            run.program.history.brings_back = True
             self._hand_over()
         return holder.stock  # type: ignore[no-any-return]
 
