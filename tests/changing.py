@@ -119,6 +119,16 @@ class Cases:
         picked = torch.ops.aten.index.Tensor(x.detach() * 1, [rows, torch.arange(4)])
         return F.conv1d(series, w, bias).sin().exp(), (x + clamped).exp(), picked.sum() * x.sin()
 
+    @on((4, 4))
+    def layouts_that_change(n, x):
+        """An adjacency that is dense, sparse, or nested."""
+        mask = torch.eye(4, dtype=x.dtype)
+        nested = lambda: torch.nested.nested_tensor([mask, mask[:2]], layout=torch.jagged)
+        sparse = mask.to_sparse, mask.to_sparse_csr
+        like = torch.zeros_like((mask.clone, *sparse, nested, *sparse)[n]())
+        dense = like.values() if like.is_nested else like.to_dense()
+        return (x * (dense.sum() + 1)).sin().exp()
+
     @on((8, 16), (16, 16))
     def loops_and_stochastic_depth(n, x, w):
         for i in range(1 + 2 * n):

@@ -242,6 +242,24 @@ def test_requires_grad_of_an_argument_is_that_of_the_forward(door, kind, given):
         same(step(WAYS[door], True), want)
 
 
+@pytest.mark.parametrize("door", ["rerun", "rerun to the end", "replay", "scope"])
+def test_a_function_may_want_gradients_of_its_argument(door):
+    """As models of forces do, of the positions of atoms; also for a backward inside."""
+    weight = leaf(3)
+
+    def energy_and_forces(batch):
+        positions = batch["positions"].requires_grad_()
+        energy = (positions * weight).square().sum()
+        (forces,) = torch.autograd.grad(energy, positions, create_graph=True)
+        return energy + forces.square().sum()
+
+    def step(door):
+        loss = door(energy_and_forces)({"positions": data(3)})
+        return torch.autograd.grad(loss, weight)
+
+    same(step(WAYS[door]), step(plain))
+
+
 @oracle.EACH_DOOR
 @pytest.mark.parametrize("view", [False, True])
 def test_inference_tensors_are_copied(door, view):

@@ -114,12 +114,18 @@ class Normaliser(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("mean", torch.zeros(4))
-        self.calls, self.total = 0, torch.zeros(4)
+        self.register_buffer("scale", None)
+        self.calls, self.totals = 0, torch.zeros(2, 4)
+
+    @forward_only
+    def count(self):
+        self.calls += 1
+        return keep(torch.rand(4)) + self.calls
 
     @forward_only
     def update(self, x, total, parts):
         self.mean += x.detach().sum(0)
-        self.calls += 1
+        self.scale = self.count() if self.scale is None else self.scale * 0.5
         total += self.mean
         self.norm(x)
         parts["a"].mul_(2)
@@ -128,15 +134,17 @@ class Normaliser(nn.Module):
     def forward(self, x):
         parts = {"a": x.detach() * 3, "b": [torch.rand(2, 4)]}
         before = x - self.mean
-        b = self.update(before, self.total, parts)
-        after = (before - self.mean).square() + parts["a"] + b
-        self.update(after, self.total, parts)
-        return self.norm(before) * (after - self.mean) * parts["a"] * parts["b"][0]
+        b = self.update(before, self.totals[0], parts)
+        after = keep((before - self.mean).square()) * self.scale + parts["a"] + b
+        self.update(after, self.totals[1], parts)
+        noise = self.count()
+        return self.norm(before) * (after - self.mean) * parts["a"] * parts["b"][0] * noise
 
 
 @EACH_DOOR
 def test_what_a_forward_only_function_writes_is_as_it_has_left_it(door):
-    """Buffers, and arguments that the region has made; not what the region reads nowhere."""
+    """Buffers, and arguments that the region has made; not what is from outside. What it keeps, and
+    other such functions that it calls, are its own."""
 
     def found(door):
         m, x = Normaliser(), torch.arange(8.0).view(2, 4).requires_grad_()
@@ -145,7 +153,8 @@ def test_what_a_forward_only_function_writes_is_as_it_has_left_it(door):
             torch.manual_seed(n)
             y = door(m.forward)(x)
             seen += [y, *torch.autograd.grad(y.sin().sum(), [x, *m.norm.parameters()])]
-            seen += [m.total, *m.buffers(), torch.rand(2)]
+            seen += [m.totals, *m.buffers(), torch.rand(2)]
+            m.totals.zero_()
             seen = [bits(each) for each in seen]
         return seen, m.calls
 

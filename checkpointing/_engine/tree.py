@@ -48,7 +48,7 @@ def open_container(value: Any) -> Container | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         parts = dict(zip(map(Field, value._fields), value, strict=True))
         return Container(parts, lambda parts: tuple.__new__(kind, parts.values()))
-    if not dataclasses.is_dataclass(value) or isinstance(value, dict | Enum | nn.Module):
+    if not dataclasses.is_dataclass(value) or isinstance(value, dict | list | Enum | nn.Module):
         return None
     attributes = dict(getattr(value, "__dict__", {}))
     fields = {

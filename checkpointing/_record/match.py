@@ -142,7 +142,7 @@ class Matcher:
         """The origin of a tensor that no cell has; `is_whole`: it is a parameter itself. `met` are
         those that take the next cells."""
         if not _has_storage(tensor):
-            return OWN
+            return str(tensor.layout)
         place = _storage_id(tensor)
         cells, known = self._cells, self._outside.get(place)
         held = self._store.held
@@ -157,7 +157,8 @@ class Matcher:
                 return ON_MADE
             if _torch.is_zeros(tensor):
                 return ZEROS
-        return OWN
+        has_strides = is_whole or not (tensor.is_nested or tensor.is_quantized)
+        return OWN if has_strides else "memory without strides"
 
     def _is_at(self, cell: int, place: int | None) -> bool:
         """Whether the tensor in a cell is alive, and `set_` has given it no other memory."""

@@ -21,6 +21,7 @@ from .._engine import Aliased, Field, Undo, is_another, named, without_recording
 from .inputs import Inputs, items_of
 
 _Numbers = dict[str, list[Any]]  # by attribute
+Places = dict[tuple[nn.Module, str], tuple[Tensor | None, int]]  # buffers, with their versions
 
 _NUMERIC = {int, float, torch.Size}  # neither flags nor names
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
@@ -115,6 +116,25 @@ class Buffers:
                     self._guarded.append(Aliased(tensor, full_name))
         if small:
             self.then = Moment(small, [t if _is_dense(t) else _torch.bytes_of(t) for t in small])
+
+    def places(self) -> Places:
+        """The present buffers."""
+        return {
+            (module, name): (tensor, -1 if tensor is None else _torch.version(tensor))
+            for module, *_ in self._entries
+            for name, tensor in _torch.buffers_of_module(module)[0].items()
+        }
+
+    def changed(self, before: Places) -> Places:
+        """The buffers that have been set since, or written, but for those that are rewound."""
+        rewound, now = {*map(id, self.then.tensors)}, self.places()
+        return {
+            place: (tensor, version)
+            for place, (tensor, version) in now.items()
+            if place not in before
+            or before[place][0] is not tensor
+            or (before[place][1] != version and id(tensor) not in rewound)
+        }
 
     def end(self) -> None:
         """The region has run. Parameters that it has written or set itself are not guarded."""

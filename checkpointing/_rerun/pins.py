@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _torch, errors
 from .._engine import (
@@ -31,7 +31,7 @@ from .._engine import (
     within,
     without_recording,
 )
-from .buffers import Moment
+from .buffers import Moment, Places
 
 
 class Pin:
@@ -88,8 +88,10 @@ class Result:
 
     def __init__(self) -> None:
         self.pins: list[Pin] = []
-        # Arguments that it wrote: their numbers, and what it left in them.
-        self.written: list[tuple[int, weakref.ref[Tensor], Pin]] = []
+        # Arguments that it wrote: their numbers, their memory, and what it left in them.
+        self.written: list[tuple[int, weakref.ref[Any], Pin]] = []
+        # Copies of buffers that it set: their modules and names.
+        self.set: list[tuple[nn.Module, str, Tensor | None]] = []
 
     def note_written(self, number: int, tensor: Tensor) -> None:
         """The call has written an argument."""
@@ -97,7 +99,26 @@ class Result:
         # No hooks: a rerun around this region may write nothing here.
         pin = Pin(copy, None, "what a forward_only function wrote")
         self.pins.append(pin)
-        self.written.append((number, weakref.ref(tensor), pin))
+        self.written.append((number, weakref.ref(_memory_of(tensor)), pin))
+
+    def note_set(self, places: Places) -> None:
+        """The call has set these buffers."""
+        for (module, name), (tensor, _) in places.items():
+            copy = None if tensor is None else without_recording(_torch.copy, tensor)
+            self.set.append((module, name, copy))
+
+    def write_again(self, frame: Frame, given: list[Any]) -> None:
+        """Leave in buffers, and in these arguments, what the call left there."""
+        if self.buffers is not None:
+            self.buffers.go_back()
+        for module, name, tensor in self.set:
+            copy = None if tensor is None else without_recording(_torch.copy, tensor)
+            _torch.buffers_of_module(module)[0][name] = copy
+        for number, there, pin in self.written:
+            if there() is not _memory_of(given[number]):  # else it is from outside: it stays
+                with within(None):
+                    value = pin.held.fetch(frame)
+                without_recording(Tensor.copy_, given[number], value)
 
     def save(self, value: Any, given: list[Any], hooks: _torch.Hooks | None) -> None:
         passed = {id(v): Passed(i, v, v) for i, v in enumerate(given) if type(v) not in ATOMS}
@@ -156,14 +177,8 @@ class Repeated(Region):
             raise errors.not_recorded(self._frame, name)
         if result.after is not None:
             result.after.enter([])
-        if result.buffers is not None:
-            result.buffers.go_back()
         given = given_to(args, kwargs)
-        for number, live, pin in result.written:
-            if live() is not given[number]:  # else it is from outside, and stays as it is
-                with within(None):
-                    value = pin.held.fetch(self._frame)
-                without_recording(Tensor.copy_, given[number], value)
+        result.write_again(self._frame, given)
 
         def restore(saved: Any) -> Any:
             if type(saved) is Passed:
@@ -180,6 +195,10 @@ def given_to(args: Any, kwargs: Any) -> list[Any]:
     """The arguments, then the tensors in them, in order."""
     given = [*args, *kwargs.values()]
     return given + tensors_in(given)
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    return tensor.untyped_storage() if _torch.has_storage(tensor) else tensor
 
 
 def versions_of(values: Iterable[Any]) -> list[int | None]:

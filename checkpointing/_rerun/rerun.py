@@ -88,6 +88,8 @@ class Call(Inputs):
         copies."""
         self._buffers.end()
         given = self._given.values()
+        for tensor, _, held in given:  # the function may have called `requires_grad_()` itself
+            self.inputs[held] = tensor.requires_grad
         changed = [tensor for tensor, version, _ in given if _torch.version(tensor) != version]
         if changed:
             written = {*map(_torch.storage_of, changed)} - {None}
@@ -103,7 +105,8 @@ class Call(Inputs):
         fetched: dict[Held, Tensor] = {}
         for held, required_grad in self.inputs.items():
             tensor = held.fetch(frame)
-            if tensor.requires_grad is not required_grad:  # autograd saves a leaf by reference
+            has_ended = not self._given  # until then, the function itself may have changed that
+            if has_ended and tensor.requires_grad is not required_grad:
                 raise errors.changed(frame, f"`requires_grad` of {named(held.name, tensor)}")
             if held in self._written:
                 storage = _torch.storage_id(tensor)
@@ -141,6 +144,7 @@ class Rerun(Region, Call, Slots):
 
     pins: tuple[Pin, ...] = ()
     results: tuple[Result, ...] = ()
+    _is_aside = False  # in a `forward_only` function, by which no recompute comes
 
     def __init__(
         self, function: Any, args: Any, kwargs: Any, preserve_rng_state: Any, *about: Any
@@ -155,7 +159,7 @@ class Rerun(Region, Call, Slots):
                 raise errors.unseen_dropout(self, module)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        if is_parameter(root_of(tensor)):
+        if self._is_aside or is_parameter(root_of(tensor)):
             return tensor
         if isinstance(self.outer, Rerun | Repeated):
             # Its rerun enters this region again, which must then meet the same value.
@@ -167,11 +171,18 @@ class Rerun(Region, Call, Slots):
         """Do nothing: a rerun enters the inner region again, which keeps the value again."""
 
     def once(self, function: Any, args: Any, kwargs: Any) -> Any:
+        if self._is_aside:
+            return without_slots(function, args, kwargs, self.outer)
         result, before = Result(), self.random()
-        self.results += (result,)  # now, since the function may call others
+        self.results += (result,)
         given, buffers = given_to(args, kwargs), self._buffers.then
         versions = versions_of(given), versions_of(buffers.tensors)
-        value = without_slots(function, args, kwargs, self.outer)
+        places = self._buffers.places()
+        self._is_aside = True
+        try:
+            value = without_slots(function, args, kwargs, self.outer)
+        finally:
+            self._is_aside = False
         if before.have_moved():
             result.after = self.random()
         for number, version in enumerate(versions_of(given)):
@@ -179,6 +190,7 @@ class Rerun(Region, Call, Slots):
                 result.note_written(number, given[number])
         if versions_of(buffers.tensors) != versions[1]:
             result.buffers = Moment(buffers.tensors, buffers.memory)
+        result.note_set(self._buffers.changed(places))
         result.save(value, given, self._hooks)
         return value
 
