@@ -119,15 +119,19 @@ class Cases:
         picked = torch.ops.aten.index.Tensor(x.detach() * 1, [rows, torch.arange(4)])
         return F.conv1d(series, w, bias).sin().exp(), (x + clamped).exp(), picked.sum() * x.sin()
 
-    @on((4, 4))
-    def layouts_that_change(n, x):
+    def layouts_that_change(n, region, m):
         """An adjacency that is dense, sparse, or nested."""
-        mask = torch.eye(4, dtype=x.dtype)
+        mask = torch.eye(4, dtype=torch.float64)
         nested = lambda: torch.nested.nested_tensor([mask, mask[:2]], layout=torch.jagged)
         sparse = mask.to_sparse, mask.to_sparse_csr
-        like = torch.zeros_like((mask.clone, *sparse, nested, *sparse)[n]())
-        dense = like.values() if like.is_nested else like.to_dense()
-        return (x * (dense.sum() + 1)).sin().exp()
+        adjacency = (mask.clone, *sparse, nested, *sparse)[n]()
+
+        def f(x):
+            like = torch.zeros_like(adjacency)
+            dense = like.values() if like.is_nested else like.to_dense()
+            return (x * (dense.sum() + 1)).sin().exp()
+
+        return region(f, m.leaf(4, 4))
 
     @on((8, 16), (16, 16))
     def loops_and_stochastic_depth(n, x, w):
