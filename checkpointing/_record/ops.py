@@ -73,10 +73,12 @@ class Info:
         self.is_passed = self.base in PASSED or "Tensor" not in types
         self.has_sizes = _OTHER_LISTS.search(types) is None
 
-    def targets_of(self, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    def targets_of(
+        self, args: Any, kwargs: dict[str, Any], with_statistics: bool = False
+    ) -> list[Tensor]:
         """The tensors that a call with these arguments writes."""
-        given = by_place(args, kwargs)
-        return tensors_of([given.get(place) for place in self.targets])
+        given, statistics = by_place(args, kwargs), self.statistics if with_statistics else ()
+        return tensors_of([given.get(place) for place in (*self.targets, *statistics)])
 
 
 # The schema of operators without one: they take and return anything.

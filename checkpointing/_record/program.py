@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .history import History
-from .ops import NO_OPERATOR, Info, tensors_of
+from .ops import NO_OPERATOR, Info
 
 # A cell, and the last step that wrote to its memory; NOT_WRITTEN if none has.
 Value = tuple[int, int]
@@ -45,13 +45,15 @@ NO_KEYWORDS: dict[str, Any] = {}
 KEEP = "keep"
 BROUGHT_BACK = "brought back"  # a backward inside the block has made this tensor again
 FILLED = "filled"  # memory that was only allocated, in parts
-WRITTEN_UNSEEN = "written unseen"  # by compiled code, or by an operator that has failed
+# By compiled code, by an operator that has failed, or by a `forward_only` function.
+WRITTEN_UNSEEN = "written unseen"
 UNSEEN = "unseen"  # anything alive may have been written
 FEWER_SAVES = "fewer saves"  # what autograd saves after the step before differs from here on
 
 # The origin of a tensor that a run has not met: the cell of a tensor from outside on the same
-# memory, or one of these.
+# memory, one of these, or the layout of a tensor without a storage (sparse ones).
 OWN = "memory of its own"
+NO_STRIDES = "memory of its own, without strides"  # nested and quantized tensors
 ON_MADE = "memory that recorded operators have made"
 ZEROS = "efficient zeros"  # for which operators run in another way
 Origin = int | str
@@ -204,9 +206,7 @@ class Step:
 
     def written(self, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that a call with these arguments writes, statistics included."""
-        statistics = self.info.statistics if self.updates else ()
-        written = tensors_of([args[place] for place in statistics])
-        return self.info.targets_of(args, kwargs) + written
+        return self.info.targets_of(args, kwargs, with_statistics=self.updates)
 
     def vary(self, places: list[int]) -> None:
         """From here on these arguments may be any numbers."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import _torch
 from .._engine import Mover, aside, read_switches, thread
 from .follow import Follower
-from .ops import Info, by_place, info_of, tensors_of
+from .ops import Info, info_of
 from .pieces import Ends, Pieces
 from .program import BROUGHT_BACK, UNSEEN, Known, Program, Slot
 from .store import Store
@@ -126,9 +126,8 @@ class Run(Follower):
 
     def _hears_of(self, info: Info, args: Any, kwargs: Any) -> bool:
         """Whether an operator writes where something is held for backward."""
-        given = by_place(args, kwargs)
-        written = tensors_of([given.get(place) for place in (*info.targets, *info.statistics)])
-        return any(map(self.store.holds_alias_of, written))
+        written = info.targets_of(args, kwargs, with_statistics=True)
+        return self.store.holds_aliases_at({*map(_torch.storage_of, written)})
 
     def adopt(self, tensor: Tensor, slot: Slot) -> None:
         """While the block still runs, a backward inside it has brought a value back in other

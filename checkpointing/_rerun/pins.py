@@ -7,7 +7,6 @@ its own arguments, or the same views of them.
 """
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -88,13 +87,13 @@ class Result:
 
     def __init__(self) -> None:
         self.pins: list[Pin] = []
-        # Arguments that it wrote: their numbers, their memory, and what it left in them.
+        # Tensors in its arguments that it wrote: their numbers, memory, and what it left in them.
         self.written: list[tuple[int, weakref.ref[Any], Pin]] = []
         # Copies of buffers that it set: their modules and names.
         self.set: list[tuple[nn.Module, str, Tensor | None]] = []
 
     def note_written(self, number: int, tensor: Tensor) -> None:
-        """The call has written an argument."""
+        """The call has written a tensor in its arguments."""
         copy = without_recording(_torch.copy, tensor)
         # No hooks: a rerun around this region may write nothing here.
         pin = Pin(copy, None, "what a forward_only function wrote")
@@ -104,23 +103,22 @@ class Result:
     def note_set(self, places: Places) -> None:
         """The call has set these buffers."""
         for (module, name), (tensor, _) in places.items():
-            copy = None if tensor is None else without_recording(_torch.copy, tensor)
-            self.set.append((module, name, copy))
+            self.set.append((module, name, _copied(tensor)))
 
-    def write_again(self, frame: Frame, given: list[Any]) -> None:
-        """Leave in buffers, and in these arguments, what the call left there."""
+    def write_again(self, frame: Frame, tensors: list[Tensor]) -> None:
+        """Leave in buffers, and in these tensors of the arguments, what the call left there."""
         if self.buffers is not None:
             self.buffers.go_back()
         for module, name, tensor in self.set:
-            copy = None if tensor is None else without_recording(_torch.copy, tensor)
-            _torch.buffers_of_module(module)[0][name] = copy
+            _torch.buffers_of_module(module)[0][name] = _copied(tensor)
         for number, there, pin in self.written:
-            if there() is not _memory_of(given[number]):  # else it is from outside: it stays
+            if there() is not _memory_of(tensors[number]):  # else it is from outside: it stays
                 with within(None):
                     value = pin.held.fetch(frame)
-                without_recording(Tensor.copy_, given[number], value)
+                without_recording(Tensor.copy_, tensors[number], value)
 
-    def save(self, value: Any, given: list[Any], hooks: _torch.Hooks | None) -> None:
+    def save(self, value: Any, args: Any, kwargs: Any, hooks: _torch.Hooks | None) -> None:
+        given = _given_to(args, kwargs)
         passed = {id(v): Passed(i, v, v) for i, v in enumerate(given) if type(v) not in ATOMS}
 
         def save(part: Any, _: Name) -> Any:
@@ -177,8 +175,8 @@ class Repeated(Region):
             raise errors.not_recorded(self._frame, name)
         if result.after is not None:
             result.after.enter([])
-        given = given_to(args, kwargs)
-        result.write_again(self._frame, given)
+        result.write_again(self._frame, tensors_in([args, kwargs]))
+        given = _given_to(args, kwargs)
 
         def restore(saved: Any) -> Any:
             if type(saved) is Passed:
@@ -191,7 +189,7 @@ class Repeated(Region):
             return put_together(result.value, restore)
 
 
-def given_to(args: Any, kwargs: Any) -> list[Any]:
+def _given_to(args: Any, kwargs: Any) -> list[Any]:
     """The arguments, then the tensors in them, in order."""
     given = [*args, *kwargs.values()]
     return given + tensors_in(given)
@@ -201,8 +199,8 @@ def _memory_of(tensor: Tensor) -> Any:
     return tensor.untyped_storage() if _torch.has_storage(tensor) else tensor
 
 
-def versions_of(values: Iterable[Any]) -> list[int | None]:
-    return [_torch.version(each) if isinstance(each, Tensor) else None for each in values]
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else without_recording(_torch.copy, tensor)
 
 
 def without_slots(function: Any, args: Any, kwargs: Any, outer: Region | None = None) -> Any:

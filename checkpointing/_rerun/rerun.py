@@ -47,7 +47,7 @@ from .._engine import (
 from .ambient import Ambient
 from .buffers import Buffers, Moment
 from .inputs import Cells, Inputs, contents_of, fill
-from .pins import Pin, Repeated, Result, given_to, versions_of, without_slots
+from .pins import Pin, Repeated, Result, without_slots
 from .slots import Calling, Slots
 
 PreserveRngState = bool | Literal["all"]
@@ -105,8 +105,8 @@ class Call(Inputs):
         fetched: dict[Held, Tensor] = {}
         for held, required_grad in self.inputs.items():
             tensor = held.fetch(frame)
-            has_ended = not self._given  # until then, the function itself may have changed that
-            if has_ended and tensor.requires_grad is not required_grad:
+            # (For a backward inside, the function may have changed that itself.)
+            if not self._given and tensor.requires_grad is not required_grad:
                 raise errors.changed(frame, f"`requires_grad` of {named(held.name, tensor)}")
             if held in self._written:
                 storage = _torch.storage_id(tensor)
@@ -175,8 +175,8 @@ class Rerun(Region, Call, Slots):
             return without_slots(function, args, kwargs, self.outer)
         result, before = Result(), self.random()
         self.results += (result,)
-        given, buffers = given_to(args, kwargs), self._buffers.then
-        versions = versions_of(given), versions_of(buffers.tensors)
+        given, buffers = tensors_in([args, kwargs]), self._buffers.then
+        versions = [*map(_torch.version, given)], [*map(_torch.version, buffers.tensors)]
         places = self._buffers.places()
         self._is_aside = True
         try:
@@ -185,13 +185,13 @@ class Rerun(Region, Call, Slots):
             self._is_aside = False
         if before.have_moved():
             result.after = self.random()
-        for number, version in enumerate(versions_of(given)):
-            if version != versions[0][number]:
-                result.note_written(number, given[number])
-        if versions_of(buffers.tensors) != versions[1]:
+        for number, (tensor, version) in enumerate(zip(given, versions[0], strict=True)):
+            if _torch.version(tensor) != version:
+                result.note_written(number, tensor)
+        if [*map(_torch.version, buffers.tensors)] != versions[1]:
             result.buffers = Moment(buffers.tensors, buffers.memory)
         result.note_set(self._buffers.changed(places))
-        result.save(value, given, self._hooks)
+        result.save(value, args, kwargs, self._hooks)
         return value
 
     def recompute(self, holder: Holder, task: Task) -> None:
