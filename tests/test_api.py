@@ -46,6 +46,12 @@ class Object:
     __call__ = method
 
 
+class Bindable(Object):
+    """As a decorator that is a class makes of a method: it has no name."""
+
+    __get__ = types.MethodType
+
+
 def methods(decorate):
     """An object with every kind of method, each decorated both ways round."""
 
@@ -69,6 +75,7 @@ FORMS = {
     "class inside": lambda d: type(methods(d)).class_inside,
     "class outside": lambda d: methods(d).class_outside,
     "callable object": lambda d: d(Object()),
+    "decorated by a class": lambda d: d(Bindable()),
     "partial": lambda d: d(functools.partial(lambda f, x, *, g: g(f(x)), torch.sin, g=torch.exp)),
     "builtins": lambda d: d(lambda x: d(functools.partial(torch.exp, out=None))(d(torch.sin)(x))),
     "module": lambda d: d(Body()),

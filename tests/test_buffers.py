@@ -68,6 +68,13 @@ def set_anew_from_the_input(self, x):
     return (x * self.mean).square()
 
 
+def moved(self, x):
+    """The buffer gets other memory: that of a result."""
+    y = torch.tanh(x + self.mean)
+    self.mean.data = y.detach()
+    return y * y.detach().flip(0)
+
+
 def beside_a_count(self, x):
     """Statistics that are written in place."""
     self.count += 1
@@ -258,6 +265,7 @@ MODULES = {
     "set anew, not persistent, beside what it makes": lambda: WithBuffers(
         beside_what_it_makes, False, mean=torch.zeros(4)
     ),
+    "moved": lambda: WithBuffers(moved, mean=torch.zeros(6, 4)),
     "from the input": lambda: WithBuffers(set_anew_from_the_input, mean=torch.zeros(4)),
     "from the input, not persistent": lambda: WithBuffers(
         set_anew_from_the_input, False, mean=torch.zeros(4)

@@ -114,12 +114,14 @@ class Normaliser(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("weight", torch.zeros(4))
         self.register_buffer("scale", None)
         self.calls, self.totals = 0, torch.zeros(2, 4)
 
     @forward_only
     def count(self):
         self.calls += 1
+        self.weight.data.add_(self.calls)
         return keep(torch.rand(4)) + self.calls
 
     @forward_only
@@ -138,7 +140,14 @@ class Normaliser(nn.Module):
         after = keep((before - self.mean).square()) * self.scale + parts["a"] + b
         self.update(after, self.totals[1], parts)
         noise = self.count()
-        return self.norm(before) * (after - self.mean) * parts["a"] * parts["b"][0] * noise
+        return (
+            self.norm(before)
+            * (after - self.mean)
+            * self.weight
+            * parts["a"]
+            * parts["b"][0]
+            * noise
+        )
 
 
 @EACH_DOOR

@@ -345,7 +345,7 @@ def wrap(entry: str, fn: Any, run: Any, name: str = "") -> Any:
         return MethodType(wrap(entry, fn.__func__, run), fn.__self__)
     if not inspect.isroutine(fn):
         return CheckpointedObject(fn, run)
-    name = name or fn.__qualname__
+    name = name or getattr(fn, "__qualname__", repr(fn))
 
     @wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -31,15 +31,20 @@ _LEAVES_NO_TRACE = (_torch.Normalisation, torch.jit.ScriptModule)  # kernels byp
 
 
 class Moment:
-    """The values, sizes and versions of tensors at one moment."""
+    """The memory, values, sizes and versions of tensors at one moment."""
 
     def __init__(self, tensors: list[Tensor], memory: list[Tensor]) -> None:
         self.tensors = tensors
         self.memory = memory  # the tensors themselves, or whole storages
         self.values = without_recording(lambda: [*map(Tensor.clone, memory)])
         self._versions = [tensor._version for tensor in tensors]
+        plain = [tensor for tensor in tensors if type(tensor) is Tensor]
+        self._aliases = without_recording(lambda: [(tensor, tensor.data) for tensor in plain])
 
     def go_back(self) -> None:
+        for tensor, alias in self._aliases:
+            if _torch.storage_id(tensor) != _torch.storage_id(alias):
+                tensor.data = alias
         without_recording(_torch.overwrite, self.memory, self.values)
         _torch.set_versions(self.tensors, self._versions)
 

@@ -82,7 +82,7 @@ class Result:
 
     has_returned = False
     after: Generators | None = None  # the generators after the call, if it drew numbers
-    buffers: Moment | None = None  # rewound ones after the call, if it wrote some
+    buffers: Moment | None = None  # rewound ones after the call
     value = None
 
     def __init__(self) -> None:

@@ -176,7 +176,7 @@ class Rerun(Region, Call, Slots):
         result, before = Result(), self.random()
         self.results += (result,)
         given, buffers = tensors_in([args, kwargs]), self._buffers.then
-        versions = [*map(_torch.version, given)], [*map(_torch.version, buffers.tensors)]
+        versions = [*map(_torch.version, given)]
         places = self._buffers.places()
         self._is_aside = True
         try:
@@ -185,10 +185,10 @@ class Rerun(Region, Call, Slots):
             self._is_aside = False
         if before.have_moved():
             result.after = self.random()
-        for number, (tensor, version) in enumerate(zip(given, versions[0], strict=True)):
+        for number, (tensor, version) in enumerate(zip(given, versions, strict=True)):
             if _torch.version(tensor) != version:
                 result.note_written(number, tensor)
-        if [*map(_torch.version, buffers.tensors)] != versions[1]:
+        if buffers.tensors:
             result.buffers = Moment(buffers.tensors, buffers.memory)
         result.note_set(self._buffers.changed(places))
         result.save(value, args, kwargs, self._hooks)
