@@ -75,6 +75,13 @@ def moved(self, x):
     return y * y.detach().flip(0)
 
 
+def in_inference_mode(self, x):
+    """Statistics of features that do not train."""
+    with torch.inference_mode():
+        features = F.batch_norm(x, self.mean, self.variance, training=True)
+    return (x * features.clone()).square()
+
+
 def beside_a_count(self, x):
     """Statistics that are written in place."""
     self.count += 1
@@ -264,6 +271,9 @@ MODULES = {
     ),
     "set anew, not persistent, beside what it makes": lambda: WithBuffers(
         beside_what_it_makes, False, mean=torch.zeros(4)
+    ),
+    "in inference mode": lambda: WithBuffers(
+        in_inference_mode, mean=torch.zeros(4), variance=torch.ones(4)
     ),
     "moved": lambda: WithBuffers(moved, mean=torch.zeros(6, 4)),
     "from the input": lambda: WithBuffers(set_anew_from_the_input, mean=torch.zeros(4)),

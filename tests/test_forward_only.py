@@ -247,6 +247,57 @@ def test_methods_and_signatures():
             forward_only(wrong)
 
 
+class Statistics(nn.Module):
+    """Notes what it sees, in a buffer, in a list, and in what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.ones(()))
+        self.register_buffer("sum", torch.zeros(2, 4))
+        self.weight, self.history = nn.Parameter(torch.arange(4.0)), []
+
+    @forward_only
+    def note(self, history, x, into):
+        self.count.add_(1)
+        self.sum = self.sum * 0.5 + x
+        history.append(x.detach() + self.count)
+        into[0].add_(x[1])
+        into[1].mul_(self.count)
+        return x
+
+    def forward(self, x):
+        y = x * self.weight * self.count.clone()
+        first = torch.zeros(4)
+        parts = torch.empty(2, 4)
+        parts[0], parts[1] = y.detach()[0], 2
+        noted = self.note(self.history, y, [first, parts])
+        return (noted.sin() + self.sum) * (parts * 1), self.sum.exp() * self.count.clone()
+
+
+@pytest.mark.parametrize("word", ["c", "cc", "cs", "css", "ccs", "scs", "sscs", "acs", "rc", "sc"])
+def test_a_forward_only_function_in_any_nest(word):
+    """Which writes, with a graph, too, what the blocks in and around the rerun have made."""
+
+    def found(word):
+        m, x = Statistics(), leaf()
+
+        def fn(x):
+            m.sum = torch.zeros(2, 4)
+            for _ in range(2):
+                x, _unused = apply(word[1:], m)(x)
+            return x * m.count.clone()
+
+        seen = []
+        for _ in range(3):
+            y = apply(word[:1], fn)(x)
+            grads = torch.autograd.grad(y.sum(), [x, m.weight])
+            seen += [y, *grads, *m.buffers(), *m.history]
+            seen = [bits(each) for each in seen]
+        return seen
+
+    assert found(word) == found("")
+
+
 NOTED = {  # what is noted in a square
     "first to read": lambda a, b, note: (note(b), a.square() * b)[1],
     "result": lambda a, b, note: a.square() * note(b) * b,

@@ -79,7 +79,7 @@ def _rerun(call: Call, count: int) -> tuple[Any, Any]:
     undo: Undo = []
     with within(Region()):
         try:
-            function, args, kwargs, cells = call.restored(name)
+            function, args, kwargs, cells = call.restored(name, undo)
             first, inputs = args[:-count], detach_variable(tuple(args[-count:]))
             outputs = call.go_back(name, cells, undo).run(function, *first, *inputs, **kwargs)
         finally:

@@ -23,6 +23,9 @@ class Info:
         tags = getattr(func, "tags", ())
         self.func = func  # held, since INFOS finds it by its id
         self.run = _torch.quick_call(func)
+        # In inference mode, one that consists of others comes whole. It may write, or show memory,
+        # as no schema says.
+        self.parts = None if self.base == "set_" else _torch.parts_of(func)
         self.statistics, self.switch = STATISTICS.get(name, ((), None))
         self.communicates = space in COMMUNICATION
         self.gathers = space == "fsdp"  # parameters into memory that is given back

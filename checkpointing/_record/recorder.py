@@ -215,8 +215,8 @@ class Recorder(Memories):
             or given.get(info.random_state) is not None
             or not all(map(self._can_be_made, written))
         )
-        has_generator = torch.Generator in map(type, given.values())
-        step.is_quick_draw = not (info.custom or has_generator)
+        elsewhere = {torch.Generator, torch.device} & {*map(type, given.values())}
+        step.is_quick_draw = not (info.custom or elsewhere)
         if not step.effect:
             step.draws = info.may_draw
             step.reads_metadata = reads_metadata

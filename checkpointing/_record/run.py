@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import Mover, aside, read_switches, thread
+from .._engine import Mover, read_switches, thread
 from .follow import Follower
 from .ops import Info, info_of
 from .pieces import Ends, Pieces
 from .program import BROUGHT_BACK, UNSEEN, Known, Program, Slot
 from .store import Store
 
-_RESTING = -1  # no depth of recomputes
+_RESTING, _ASIDE = -1, -2  # no depths of recomputes
 
 
 class Run(Follower):
@@ -233,12 +233,16 @@ class Run(Follower):
         outer = self.outer
         while isinstance(outer, Run):
             outer = outer.outer
-        if outer is None:
+        if outer is None or self.outer is None:
             return function(*args, **kwargs)
+        self.store.settle()
         alive = [tensor for cell in self.cells if (tensor := cell()) is not None]
         versions = {_torch.storage_of(t): (t, _torch.version(t)) for t in alive}
-        with aside():
-            value = outer.once(function, args, kwargs)
+        depth, self._depth = self._depth, _ASIDE  # a run around the rerun records it
+        try:
+            value = self.outer.once(function, args, kwargs)
+        finally:
+            self._depth = depth
         for tensor, version in versions.values():
             if _torch.version(tensor) != version:
                 self.written_unseen(tensor)

@@ -217,7 +217,8 @@ class Store:
                 self._freeze(asked, held)
         if self.pieces is not None:
             self.pieces.before_unseen_write(step)
-        self._on.clear()
+        for there in self._on.values():
+            there[:] = [asked for asked in there if asked.is_parameter]
 
     def holds(self) -> list[tuple[Hold, Held]]:
         """What is held, and may be written later."""

@@ -32,6 +32,8 @@ from .._engine import (
 )
 from .buffers import Moment, Places
 
+Place = tuple[int, int]  # of an argument, and of a tensor in it
+
 
 class Pin:
     """A value of the forward that the rerun takes over."""
@@ -60,15 +62,15 @@ class Passed:
 
     layout: Any = None
 
-    def __init__(self, number: int, argument: Any, part: Any) -> None:
-        self.number = number
+    def __init__(self, place: Place, argument: Any, part: Any) -> None:
+        self.place = place
         if part is not argument:
             offset = part.storage_offset() - argument.storage_offset()
             self.layout = part.shape, part.stride(), offset
             self.in_graph = part.requires_grad
 
-    def of(self, given: list[Any]) -> Any:
-        argument = given[self.number]
+    def of(self, given: dict[Place, Any]) -> Any:
+        argument = given[self.place]
         if self.layout is None:
             return argument
         size, stride, offset = self.layout
@@ -87,50 +89,58 @@ class Result:
 
     def __init__(self) -> None:
         self.pins: list[Pin] = []
-        # Tensors in its arguments that it wrote: their numbers, memory, and what it left in them.
-        self.written: list[tuple[int, weakref.ref[Any], Pin]] = []
-        # Copies of buffers that it set: their modules and names.
-        self.set: list[tuple[nn.Module, str, Tensor | None]] = []
+        # Tensors in its arguments that it wrote: their places, memory, and what it left in them.
+        self.written: list[tuple[Place, weakref.ref[Any], Pin]] = []
+        # Buffers that it set: their modules, names, and copies.
+        self.set: list[tuple[nn.Module, str, Pin | None]] = []
 
-    def note_written(self, number: int, tensor: Tensor) -> None:
+    def note_written(self, place: Place, tensor: Tensor) -> None:
         """The call has written a tensor in its arguments."""
-        copy = without_recording(_torch.copy, tensor)
-        # No hooks: a rerun around this region may write nothing here.
-        pin = Pin(copy, None, "what a forward_only function wrote")
-        self.pins.append(pin)
-        self.written.append((number, weakref.ref(_memory_of(tensor)), pin))
+        self.written.append((place, weakref.ref(_memory_of(tensor)), self._pinned(tensor)))
 
     def note_set(self, places: Places) -> None:
         """The call has set these buffers."""
         for (module, name), (tensor, _) in places.items():
-            self.set.append((module, name, _copied(tensor)))
+            self.set.append((module, name, None if tensor is None else self._pinned(tensor)))
 
-    def write_again(self, frame: Frame, tensors: list[Tensor]) -> None:
+    def _pinned(self, tensor: Tensor) -> Pin:
+        # No hooks: a rerun around this region may write nothing here.
+        pin = Pin(_copied(tensor), None, "what a forward_only function wrote")
+        pin.in_graph = tensor.requires_grad
+        self.pins.append(pin)
+        return pin
+
+    def write_again(self, frame: Frame, given: dict[Place, Any]) -> None:
         """Leave in buffers, and in these tensors of the arguments, what the call left there."""
         if self.buffers is not None:
             self.buffers.go_back()
-        for module, name, tensor in self.set:
-            _torch.buffers_of_module(module)[0][name] = _copied(tensor)
-        for number, there, pin in self.written:
-            if there() is not _memory_of(tensors[number]):  # else it is from outside: it stays
-                with within(None):
-                    value = pin.held.fetch(frame)
-                without_recording(Tensor.copy_, tensors[number], value)
+        for module, name, pin in self.set:
+            copy = None if pin is None else pin.restored(_copied(pin.held.fetch(frame)))
+            _torch.buffers_of_module(module)[0][name] = copy
+        for place, there, pin in self.written:
+            tensor = given[place]
+            if there() is _memory_of(tensor):  # it is from outside: it stays
+                continue
+            value = pin.held.fetch(frame)
+            if pin.in_graph and not tensor.requires_grad:
+                with torch.enable_grad():
+                    tensor.copy_(pin.restored(value))
+            else:
+                without_recording(Tensor.copy_, tensor, value)
 
-    def save(self, value: Any, args: Any, kwargs: Any, hooks: _torch.Hooks | None) -> None:
-        given = _given_to(args, kwargs)
-        passed = {id(v): Passed(i, v, v) for i, v in enumerate(given) if type(v) not in ATOMS}
+    def save(self, value: Any, given: dict[Place, Any], hooks: _torch.Hooks | None) -> None:
+        passed = {id(v): Passed(i, v, v) for i, v in given.items() if type(v) not in ATOMS}
 
         def save(part: Any, _: Name) -> Any:
             if id(part) in passed:  # the recompute has its own
                 return passed[id(part)]
             if not isinstance(part, Tensor):
                 return part
-            for number, value in enumerate(given):
+            for place, value in given.items():
                 if not isinstance(value, Tensor) or value.requires_grad < part.requires_grad:
                     continue  # a gradient would come from elsewhere
                 if _torch.lies_in(part, value):
-                    return Passed(number, value, part)
+                    return Passed(place, value, part)
             pin = Pin(part, hooks, "the result of a forward_only function")
             self.pins.append(pin)
             return pin
@@ -175,8 +185,9 @@ class Repeated(Region):
             raise errors.not_recorded(self._frame, name)
         if result.after is not None:
             result.after.enter([])
-        result.write_again(self._frame, tensors_in([args, kwargs]))
-        given = _given_to(args, kwargs)
+        given = given_to(args, kwargs)
+        with within(None):
+            result.write_again(self._frame, given)
 
         def restore(saved: Any) -> Any:
             if type(saved) is Passed:
@@ -189,18 +200,22 @@ class Repeated(Region):
             return put_together(result.value, restore)
 
 
-def _given_to(args: Any, kwargs: Any) -> list[Any]:
-    """The arguments, then the tensors in them, in order."""
-    given = [*args, *kwargs.values()]
-    return given + tensors_in(given)
+def given_to(args: Any, kwargs: Any) -> dict[Place, Any]:
+    """The arguments, and the tensors in them. (By place, since a list may have grown meanwhile.)"""
+    found: dict[Place, Any] = {}
+    for number, argument in enumerate([*args, *kwargs.values()]):
+        found[number, -1] = argument
+        if not isinstance(argument, Tensor):
+            found |= {(number, i): tensor for i, tensor in enumerate(tensors_in(argument))}
+    return found
 
 
 def _memory_of(tensor: Tensor) -> Any:
     return tensor.untyped_storage() if _torch.has_storage(tensor) else tensor
 
 
-def _copied(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else without_recording(_torch.copy, tensor)
+def _copied(tensor: Tensor) -> Tensor:
+    return without_recording(_torch.copy, tensor)
 
 
 def without_slots(function: Any, args: Any, kwargs: Any, outer: Region | None = None) -> Any:

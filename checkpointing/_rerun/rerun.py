@@ -13,7 +13,7 @@ Rejected: a search for everything that a function may read or write. It has no e
 more than the region, and exchanges objects that belong to others (FSDP's shards, caches).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import Context
 from functools import partial
@@ -47,7 +47,7 @@ from .._engine import (
 from .ambient import Ambient
 from .buffers import Buffers, Moment
 from .inputs import Cells, Inputs, contents_of, fill
-from .pins import Pin, Repeated, Result, without_slots
+from .pins import Pin, Repeated, Result, given_to, without_slots
 from .slots import Calling, Slots
 
 PreserveRngState = bool | Literal["all"]
@@ -57,6 +57,7 @@ class Call(Inputs):
     """One call of a function: its inputs, and the state in which it runs."""
 
     _written: Mapping[Held, int | None] = {}  # inputs that the function writes; their storages
+    _asked: Collection[Held] = ()  # inputs of which it changes `requires_grad` itself
 
     def __init__(
         self, function: Any, args: Any, kwargs: Any, preserve_rng_state: PreserveRngState
@@ -88,8 +89,11 @@ class Call(Inputs):
         copies."""
         self._buffers.end()
         given = self._given.values()
-        for tensor, _, held in given:  # the function may have called `requires_grad_()` itself
-            self.inputs[held] = tensor.requires_grad
+        self._asked = [
+            held
+            for tensor, version, held in given
+            if _torch.version(tensor) == version and tensor.requires_grad is not self.inputs[held]
+        ]
         changed = [tensor for tensor, version, _ in given if _torch.version(tensor) != version]
         if changed:
             written = {*map(_torch.storage_of, changed)} - {None}
@@ -98,16 +102,21 @@ class Call(Inputs):
             note_written(self._hooks, written)
         self._given = {}
 
-    def restored(self, frame: object) -> tuple[Any, list[Any], dict[str, Any], Cells]:
-        """The function, its arguments, and the variables that it closes over."""
+    def restored(self, frame: object, undo: Undo) -> tuple[Any, list[Any], dict[str, Any], Cells]:
+        """The function, its arguments, and the variables that it closes over; `undo` gets the
+        functions that undo what that takes."""
         copies = _torch.Copies()  # of what it writes, since others may read the fetched tensor
         storages: dict[int | None, int] = {}  # by the storage in the forward
         fetched: dict[Held, Tensor] = {}
         for held, required_grad in self.inputs.items():
             tensor = held.fetch(frame)
-            # (For a backward inside, the function may have changed that itself.)
-            if not self._given and tensor.requires_grad is not required_grad:
-                raise errors.changed(frame, f"`requires_grad` of {named(held.name, tensor)}")
+            if tensor.requires_grad is not required_grad:
+                # For a backward inside, too, the function may have changed that itself.
+                if not (self._given or held in self._asked):
+                    raise errors.changed(frame, f"`requires_grad` of {named(held.name, tensor)}")
+                if tensor.is_leaf:
+                    undo.append((tensor.requires_grad_, tensor.requires_grad))
+                    tensor.requires_grad_(required_grad)
             if held in self._written:
                 storage = _torch.storage_id(tensor)
                 if storages.setdefault(self._written[held], storage) != storage:
@@ -175,8 +184,9 @@ class Rerun(Region, Call, Slots):
             return without_slots(function, args, kwargs, self.outer)
         result, before = Result(), self.random()
         self.results += (result,)
-        given, buffers = tensors_in([args, kwargs]), self._buffers.then
-        versions = [*map(_torch.version, given)]
+        given, buffers = given_to(args, kwargs), self._buffers.then
+        tensors = {place: part for place, part in given.items() if isinstance(part, Tensor)}
+        versions = [*map(_torch.version, tensors.values())]
         places = self._buffers.places()
         self._is_aside = True
         try:
@@ -185,22 +195,22 @@ class Rerun(Region, Call, Slots):
             self._is_aside = False
         if before.have_moved():
             result.after = self.random()
-        for number, (tensor, version) in enumerate(zip(given, versions, strict=True)):
+        for (place, tensor), version in zip(tensors.items(), versions, strict=True):
             if _torch.version(tensor) != version:
-                result.note_written(number, tensor)
+                result.note_written(place, tensor)
         if buffers.tensors:
             result.buffers = Moment(buffers.tensors, buffers.memory)
         result.note_set(self._buffers.changed(places))
-        result.save(value, args, kwargs, self._hooks)
+        result.save(value, given, self._hooks)
         return value
 
     def recompute(self, holder: Holder, task: Task) -> None:
-        function, args, kwargs, cells = self.restored(self)
-        if self.context is not None:
-            function = partial(call_within, self.context, function)
         calling = Calling(self, holder, task)
         undo: Undo = []
         try:
+            function, args, kwargs, cells = self.restored(self, undo)
+            if self.context is not None:
+                function = partial(call_within, self.context, function)
             if written := self._buffers.written(self):
                 calling.refuse(written, tensors_in([args, kwargs, [value for _, value in cells]]))
             context = self.go_back(self, cells, undo)

@@ -243,6 +243,17 @@ def quick_call(func: Any) -> Any:
     return func._op if type(func) is OpOverload else func
 
 
+_COMPOSITE = _C.DispatchKey.CompositeImplicitAutograd
+
+
+def parts_of(func: Any) -> Any:
+    """How an operator runs that consists of others, so that modes see these; None for others."""
+    if not isinstance(func, OpOverload):
+        return None
+    is_composite = _C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
+    return partial(func._op_dk, _COMPOSITE) if is_composite else None
+
+
 # The context manager costs more than the setting.
 set_grad_enabled = _C._set_grad_enabled
 # Operators make no views inside, and count no versions up; quicker, too.

@@ -170,6 +170,26 @@ def test_what_is_saved_in_opaque_and_written_there_later(saver, how, door):
     assert x.grad is None
 
 
+@WHERE
+@pytest.mark.parametrize("write", [lambda p: p.data.mul_(2), lambda p: p.mul_(2)])
+def test_a_parameter_that_is_written_after_opaque(write, door):
+    def gradients(region):
+        w, p = torch.ones(3, requires_grad=True), nn.Parameter(torch.arange(3.0))
+
+        def function(w):
+            y = (w + p).sin()
+            with opaque():
+                pass
+            with torch.no_grad():
+                write(p)
+            return (y * w).sin() + (w * p)
+
+        return torch.autograd.grad(region(function, w).sum(), [w, p])
+
+    for have, want in zip(gradients(door), gradients(REGIONS["plain"]), strict=True):
+        assert torch.equal(have, want)
+
+
 def test_values_around_opaque_are_computed_once():
     """What is read after the block is kept: recompute never crosses it."""
     x = torch.randn(4, 6, requires_grad=True)

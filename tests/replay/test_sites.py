@@ -365,6 +365,12 @@ SITES = {  # kinds of runs that go through one site, and what each does
     except RuntimeError:
         pass
     y = (w * m).sin() * m""",
+    "a view or a copy, by its strides, where the operator does not come in parts": """
+    False, True
+    with torch.inference_mode():
+        m = (x.view(2, 2).t() if kind else x.view(2, 2)) * 1
+        m.reshape(4).add_(1)
+    y = w.view(2, 2) * m.clone()""",
     "a kept value of which a copy is kept, with another offset": """
     None
     h = keep(torch.cat([w, w])[2:8]).as_strided((2,), (1,), 3)
