@@ -14,7 +14,7 @@ them.
 
 from __future__ import annotations
 
-from .cuts import WORK, Cuts, Cutting
+from .cuts import Cuts, Cutting
 from .fill import Filling
 from .stretch import Stretch
 
@@ -92,7 +92,7 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
 
 def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) -> Filling:
     """The least recompute under a peak, of a few ways to cut."""
-    ways = [*cutting.cuts(peak, budget, WORK), cuts]
+    ways = [*cutting.cuts(peak, budget), cuts]
     found = [Filling(cutting.stretch, each, peak, budget) for each in ways]
     return min(found, key=Filling.key)
 

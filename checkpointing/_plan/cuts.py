@@ -17,16 +17,11 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from operator import mul
 from typing import NamedTuple
 
 from .stretch import Stretch
 
 Cuts = Sequence[int]  # the first step of each segment but the first
-
-# What cuts should do, beside holding little: nothing else, leave room, or repeat little. These are
-# also the numbers of labels that a position may have.
-HOLD, ROOM, WORK = 1, 3, 8
 
 
 class Segment(NamedTuple):
@@ -43,8 +38,7 @@ class Label(NamedTuple):
     """One way to cut what lies before a position."""
 
     held: int
-    other: float  # less is better by the aim: 0, the room (negative), or the work that is repeated
-    room: int  # how much more may be held in each segment
+    work: float  # that is repeated
     kept: frozenset[int]
     cuts: tuple[int, ...]  # the starts of its segments
 
@@ -83,58 +77,41 @@ class Cutting:
         """The least peak that cuts can have, and those cuts."""
         model = self.stretch.model
         low, high = 0, max(1024, *model.backward, *model.live)
-        while not (best := self.cuts(high, budget, HOLD)):
+        while not (best := self.cuts(high, budget, 1)):
             low, high = high, 2 * high
-        high, best = self._bisect(low, high, best, budget, HOLD)
-        # Who holds the least may leave too little room for what later segments hold.
-        lower = high * 31 // 32
-        found = self.cuts(lower, budget, ROOM)
-        if found:
-            high, best = self._bisect(0, lower, found, budget, ROOM)
-        return high, best[0]
-
-    def _bisect(
-        self, low: int, high: int, best: list[Cuts], budget: int | None, aim: int
-    ) -> tuple[int, list[Cuts]]:
-        """The least peak between these, the lower of which is too low, and its cuts."""
         while high - low > max(64, high // 256):
             middle = (low + high) // 2
-            found = self.cuts(middle, budget, aim)
+            found = self.cuts(middle, budget, 1)
             if found:
                 high, best = middle, found
             else:
                 low = middle
-        return high, best
+        return high, best[0]
 
-    def cuts(self, peak: int, budget: int | None, aim: int) -> list[Cuts]:
-        """Cuts under which no segment needs more than `peak`: those that hold the least, and others
-        that are better by the aim."""
+    def cuts(self, peak: int, budget: int | None, most: int = 8) -> list[Cuts]:
+        """Cuts under which no segment needs more than `peak`: those that hold the least and, if
+        there may be several labels at a position, others that repeat less."""
         stretch, memories = self.stretch, self.stretch.memories
         best: dict[int, list[Label]] = defaultdict(list)
-        best[0] = [Label(0, 0.0, peak, frozenset(), ())]
+        best[0] = [Label(0, 0.0, frozenset(), ())]
         limit = peak if budget is None else min(peak, budget)
         for start in stretch.positions[:-1]:
             opening = self._openings[start]
             for label in best[start]:
                 costs = [0 if n in label.kept else memories[n].cost for n in opening.across]
-                before = map(mul, costs, opening.read_before)
-                # By how many of these are held: bytes, and those that segments before have there.
+                # By how many of these are held: bytes.
                 held_by = [*accumulate(costs, initial=label.held)]
-                before_by = [*accumulate(before, initial=0)]
                 for segment in opening.segments(peak):
                     there = best[segment.end]
                     held = held_by[segment.reads]
-                    left = min(label.room - before_by[segment.reads], peak - segment.need - held)
-                    if held > limit or left < 0:
+                    if held > limit or held + segment.need > peak:
                         break  # longer ones read and need as much, or more
-                    other = 0.0
-                    if aim != HOLD:
-                        other = label.other + segment.work if aim == WORK else -left
-                    if any(x.held <= held and x.other <= other for x in there):
+                    work = label.work + segment.work if most > 1 else 0.0
+                    if any(x.held <= held and x.work <= work for x in there):
                         continue
                     kept = label.kept.union(opening.across[: segment.reads])
                     if self._fits(held, kept, segment.worst, peak):
-                        _add(there, Label(held, other, left, kept, (*label.cuts, start)), aim)
+                        _add(there, Label(held, work, kept, (*label.cuts, start)), most)
         return [label.cuts[1:] for label in best[stretch.model.count]]
 
     def _fits(self, held: int, kept: Iterable[int], worst: int, peak: int) -> bool:
@@ -147,8 +124,8 @@ class Cutting:
 
 
 def _add(labels: list[Label], new: Label, most: int) -> None:
-    """Add a label in place of those that hold as much, and are no better by the aim."""
-    better = [each for each in labels if each.held < new.held or each.other < new.other]
+    """Add a label in place of those that hold as much, and repeat as much."""
+    better = [each for each in labels if each.held < new.held or each.work < new.work]
     labels[:] = sorted([*better, new], key=lambda label: label[:2])
     if len(labels) > most:  # leave out the one that is most like its neighbours
         del labels[min(range(1, most), key=lambda n: labels[n + 1].held - labels[n - 1].held)]
@@ -158,14 +135,8 @@ class Opening:
     """The segments that begin at a position, found as far as they are asked for."""
 
     def __init__(self, cutting: Cutting, start: int, across: list[tuple[int, int]]) -> None:
-        stretch = cutting.stretch
         # Memories by the least end of a window that reads them.
         self._ends, self.across = [end for end, _ in across], [number for _, number in across]
-        # If they are kept, the windows of segments before start from them, too.
-        self.read_before = [
-            number not in stretch.saved and stretch.memories[number].readers[0] < start
-            for number in self.across
-        ]
         self._found: list[Segment] = []
         self._others = self._find(cutting, start)
 
