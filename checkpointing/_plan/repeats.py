@@ -8,7 +8,7 @@ from typing import Any
 Run = tuple[int, int, int]  # its first step, the first one after it, and the period
 
 
-def repeats(funcs: Sequence[Any], costs: Sequence[Any]) -> list[range]:
+def repeats(funcs: Sequence[Any], costs: Sequence[int]) -> list[range]:
     """The steps at which the blocks begin that the program repeats, and at which the last one ends,
     by run of repeats: where costs are the least."""
     found: list[range] = []
@@ -23,8 +23,7 @@ def repeats(funcs: Sequence[Any], costs: Sequence[Any]) -> list[range]:
                 begin = max(begin, last - period + 1)
             else:
                 end = begin
-        least = max([p for *_, p in taken], default=0)  # shorter ones are parts of a block
-        if end - begin >= max(3 * period, least):
+        if end - begin >= 3 * period:
             taken.append((begin, end, period))
             # What comes before the first block may look like the end of one.
             starts = range(begin, min(begin + period, end - period))
