@@ -11,8 +11,7 @@ before. In backward, beside what it works with, each of these is there:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from functools import cache
+from collections.abc import Iterable, Sequence, Set
 from itertools import accumulate, pairwise
 from operator import add
 
@@ -175,12 +174,14 @@ class Filling:
         forward, backward = _largest_from(self.forward), _largest_from(self.peaks)
         order = 1 if self.model.is_part else -1
         before, added = self.nbytes, 0
+        self._readers = {  # that run again
+            number: self.again.intersection(memory.readers)
+            for number, memory in self.memories.items()
+        }
         results = {index: self._results(index) for index in self.again}
-        worths = self._worths(results)
+        worths = {index: self._worth(index, made) for index, made in results.items() if made}
         for index in sorted(worths, key=lambda index: (-worths[index], order * index)):
-            made = results[index] - self.kept
-            if not made:
-                continue
+            made = results[index]
             nbytes = self.stretch.cost(made)
             first = bisect_right(self.ends, index)  # its own segment has them anyway
             if self.budget is None:
@@ -201,17 +202,9 @@ class Filling:
         is_possible = all(self.memories[number].final == index + 1 for number in made)
         return made if is_possible else set()
 
-    def _worths(self, results: Mapping[int, Set[int]]) -> dict[int, float]:
-        """Of the steps that run again: operations saved per byte, if the results are kept."""
-
-        @cache  # the base of thousands of views has thousands of readers
-        def readers_of(number: int) -> Set[int]:
-            return self.again.intersection(self.memories[number].readers)
-
-        return {i: self._worth(i, made, readers_of) for i, made in results.items() if made}
-
-    def _worth(self, index: int, made: Set[int], readers_of: Callable[[int], Set[int]]) -> float:
-        """That of a step. Without its results, what only this step needs runs again, too."""
+    def _worth(self, index: int, made: Set[int]) -> float:
+        """Operations saved per byte, if the results of a step that runs again are kept: what only
+        this step needs does not run again, either."""
         memories, again, saved = self.memories, self.again, self.stretch.saved
         gone, stack = {index}, [index]
         while stack and len(gone) < _FAR:
@@ -219,7 +212,7 @@ class Filling:
                 memory = memories[number]
                 if number in self.kept or (number in saved and number not in made):
                     continue
-                if not (number in made or gone.issuperset(readers_of(number))):
+                if not (number in made or gone.issuperset(self._readers[number])):
                     continue
                 if memory.maker in again and memory.maker not in gone:
                     gone.add(memory.maker)

@@ -147,14 +147,13 @@ def _laid_over(choice: Filling) -> Plan:
 
 def _split_all(groups: Sequence[Group], choice: Filling, budget: int, peak: int) -> int:
     """Split what needs more than `peak`. Returns the peak of backward."""
-    model, cuts = choice.model, choice.cuts
-    held = [choice.held[end - 1] for end in choice.ends[1:]]
-    ends = pairwise([0, *cuts, model.count])
-    backward = [max(model.backward[start:end], default=0) for start, end in ends]
+    model, ends = choice.model, choice.ends
+    held = [choice.held[end - 1] for end in ends[1:]]
+    backward = [max(model.backward[start:end]) for start, end in pairwise(ends)]
     found: list[int] = [*map(add, held, backward)]
     for group in groups:
         at = [model.saves[slot][0] for slot in group.slots if slot in model.saves]
-        part = bisect_right(cuts, max(at, default=0))
+        part = bisect_right(ends, max(at, default=0)) - 1
         most = choice.peaks[part]
         if most > peak:
             most = min(most, held[part] + _split(group, choice, budget, peak - held[part]))
