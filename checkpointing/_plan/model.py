@@ -114,7 +114,7 @@ class Model:
         ]
         self.live = self.sums([*spans, *states, *self._losses()])
         self._missing = {path.memory_of[cell] for cell in waiting} & self._uses.keys()
-        spans = [*states, *self._besides(), *self._needed_by_backward()]
+        spans = [*states, *self._needed_by_backward()]
         # What the steps after it have made is there, too.
         self.backward = self.sums(spans)[1:]
 
@@ -264,13 +264,6 @@ class Model:
             change[max(first, min(last, self.count)) + 1] -= nbytes
         return [*accumulate(change)]
 
-    def _besides(self) -> list[Span]:
-        """By position to which backward has come: bytes that are there whatever the block keeps:
-        gradients that did not exist before, and what somebody else holds."""
-        there = [(0, self.count, m.nbytes) for m in self.memories.values() if m.is_theirs]
-        there += [(0, self._uses[n][-1], self._gradients[n]) for n in self._missing]
-        return there
-
     def _bytes_of(self, numbers: Iterable[int]) -> int:
         return sum([self.memories[number].nbytes for number in numbers])
 
@@ -333,9 +326,12 @@ class Model:
         return sum([m.nbytes for m in given]) - sum([m.nbytes for m in first])
 
     def _needed_by_backward(self) -> list[Span]:
-        """By position to which backward has come: bytes that it works with, beside what is kept or
-        was saved."""
-        pending = [*self._gradients_of_memories()]
+        """By position to which backward has come: bytes that are there whatever the block keeps and
+        saves. It works with them, they are gradients that did not exist before, or somebody else
+        holds them."""
+        pending = [(0, self.count, m.nbytes) for m in self.memories.values() if m.is_theirs]
+        pending += [(0, self._uses[n][-1], self._gradients[n]) for n in self._missing]
+        pending += self._gradients_of_memories()
         for step in self.path.steps:
             if step.info.base in _torch.JOINS:
                 pending += self._gradients_of_joined(step.index)

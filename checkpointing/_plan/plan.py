@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Sequence, Set
-from functools import partial
 from itertools import pairwise
 from operator import add
 
@@ -118,7 +117,7 @@ def _in_small_budget(stretch: Stretch, budget: int, enough: Plan) -> Plan:
     is that of the budget, or of a smaller one, if its peak is no larger, or that of a larger one
     that needs less, since less budget should not mean a larger peak."""
     halves = [enough.nbytes >> n for n in range(1, _MOST_HALVES + 1)]
-    plans = map(partial(_in_pieces, stretch), [budget, *[n for n in halves if n < budget]])
+    plans = (_in_pieces(stretch, n) for n in [budget, *[n for n in halves if n < budget]])
     best = next((plan for plan in plans if plan.peak <= enough.peak), enough)
     larger = [_in_pieces(stretch, n) for n in halves if n > budget]
     # Of those with the least peak, the first one is taken.
