@@ -173,7 +173,7 @@ def _split(group: Group, choice: Filling, budget: int, peak: int) -> int:
     if stretch.cost(stretch.dear & stretch.saved.keys()) <= budget:
         return need
     found = choose_first(stretch, budget)
-    if not found.kept:
+    if found.peak >= need:  # its parts would be split in vain, too
         return need
     group.split(part.values(found.kept), [part.first + cut for cut in found.cuts])
     return _split_all(group.parts, found, budget, peak)

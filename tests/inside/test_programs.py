@@ -8,6 +8,7 @@ import random
 import warnings
 import weakref
 
+import programs as bench_programs
 import pytest
 import torch
 from changing import CASES, check
@@ -294,7 +295,7 @@ def test_a_plan_is_not_made_anew_at_every_change(change, monkeypatch):
     planned = []
     plan_of = replay.plan_of
     monkeypatch.setattr(replay, "plan_of", lambda *given: planned.append(step) or plan_of(*given))
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
     clear_programs()
     step = 0
     for step in range(24):
@@ -310,6 +311,18 @@ def test_a_plan_is_not_made_anew_at_every_change(change, monkeypatch):
     times = 4 if change == "gradients inside" else 1  # in a block
     assert 0 < len(planned) <= 12 * times
     assert max(planned) < 12
+
+
+def test_a_window_that_a_split_makes_no_smaller_stays_whole(monkeypatch):
+    """Of a recurrent net, of which a window takes much more than a small budget."""
+    splits, choose_first = [], plan.choose_first
+    monkeypatch.setattr(
+        plan, "choose_first", lambda *given: splits.append(1) or choose_first(*given)
+    )
+    forward = bench_programs.lstm(30, 32, 4, outputs=True)
+    with checkpoint_scope(policy=auto(budget="20 KiB")):
+        forward().backward()
+    assert len(splits) < 60
 
 
 def test_a_block_in_pieces_holds_nothing_that_plans_keep():
