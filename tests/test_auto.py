@@ -873,8 +873,36 @@ def a_loss_at_each_layer():
     return [*layers, *heads], forward
 
 
+class Convolutions(nn.Module):
+    """A residual block of a series."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.one = nn.Conv1d(inputs, outputs, 3, padding=1)
+        self.two = nn.Conv1d(outputs, outputs, 3, padding=1)
+        self.skip = nn.Conv1d(inputs, outputs, 1) if inputs < outputs else nn.Identity()
+
+    def forward(self, x):
+        return (self.two(self.one(x).relu()).relu() + self.skip(x)).relu()
+
+
+def residual_convolutions():
+    """A block ends after its last activation, which is saved anyway."""
+    layers = [Convolutions(8 if n == 0 else 48, 48) for n in range(8)]
+    last, inputs = nn.Conv1d(48, 8, 1), torch.randn(8, 8, 512)
+
+    def forward(call):
+        x = inputs
+        for layer in layers:
+            x = call(layer, x)
+        return last(x).tanh().mean()
+
+    return [*layers, last], forward
+
+
 STACKS = [(adapters_beside_frozen_layers, 1.0), (layers_that_read_all_before_them, 1.01)]
 STACKS += [(a_codebook_between_two_stacks, 1.0), (a_loss_at_each_layer, 1.0)]
+STACKS += [(residual_convolutions, 1.0)]
 
 
 def test_one_row_that_is_joined_to_something_has_a_gradient_of_the_whole():

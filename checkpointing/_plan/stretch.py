@@ -72,7 +72,10 @@ class Stretch:
         """The steps at which the blocks begin that the program repeats, by run of repeats. Who
         checkpoints by hand takes blocks that save more than they begin with: not the products
         beside each other that make queries, keys and values."""
-        found = repeats([step.func for step in self.model.path.steps], self.crossing)
+        # What an activation has made is saved anyway: it is the end of a block.
+        after = {at + 1 for n, at in self.saved.items() if self.memories[n].maker == at}
+        costs = [(nbytes, at not in after) for at, nbytes in enumerate(self.crossing)]
+        found = repeats([step.func for step in self.model.path.steps], costs)
         return [run for run in found if self._are_worth_it(run)]
 
     def allow_cuts_at_blocks(self) -> None:
