@@ -6,8 +6,9 @@ to `keep`, and results of `forward_only` functions. Everything else that the fun
 (globals, attributes, the inside of your own objects) is as backward finds it.
 
 Invariant: of the user's objects, a recompute changes only buffers, variables that the function
-closes over, and random and ambient state, all in place, and puts them back. It may refuse other
-changes, at the slot that needs them, but it never makes any.
+closes over, the `requires_grad` of arguments for which the function has changed it, and random and
+ambient state, all in place, and puts them back. It may refuse other changes, at the slot that needs
+them, but it never makes any.
 
 Rejected: a search for everything that a function may read or write. It has no end in Python, costs
 more than the region, and exchanges objects that belong to others (FSDP's shards, caches).
