@@ -381,11 +381,8 @@ def test_name_is_what_messages_say(door, name):
     assert re.match(rf"region '{re.escape(name or own)}' \(entered at {where}:", str(caught.value))
 
 
-WARNED = {
-    "rerun": ["UserWarning", "torch.func", "inside a region vmap, jvp and jacfwd work"],
-    "scope": ["UserWarning", "torch.func", "inside a region vmap, jvp and jacfwd work"],
-    "legacy": ["FutureWarning", "backend='rerun'"],
-}
+TRANSFORMED = "UserWarning", "torch.func", "inside a region vmap, jvp and jacfwd work"
+DEPRECATED = "FutureWarning", "backend='rerun'"
 PROGRAM = """
 import sys
 import warnings
@@ -407,23 +404,21 @@ def run(x):
 checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
 checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=True).sum().backward()
 for _ in range(3):
-    if sys.argv[1] == "legacy":
-        checkpointed(torch.sin, backend="reentrant")(x)  # legacy
-    else:
-        torch.func.vmap(run)(torch.ones(2, 5))
-        torch.func.grad(lambda x: run(x).sum())(torch.ones(5))
+    checkpointed(torch.sin, backend="reentrant")(x)  # legacy
+    torch.func.vmap(run)(torch.ones(2, 5))
+    torch.func.grad(lambda x: run(x).sum())(torch.ones(5))
 """
 
 
-@pytest.mark.parametrize("door", WARNED)
+@pytest.mark.parametrize("door", ["rerun", "scope"])
 def test_a_warning_is_given_once_and_points_at_user_code(door):
     """One per process, whatever follows, at the line that enters the region; the drop-in gives none
     of a backend that is deprecated."""
-    kind, *words = WARNED[door]
     warned = Code(PROGRAM, door)
     assert warned.output == ""
-    said = warned.outcome.stderr
-    line = 1 + next(n for n, text in enumerate(PROGRAM.splitlines()) if text.endswith(f"# {door}"))
-    assert said.count(kind) == 1
-    assert f"<string>:{line}: {kind}" in said
-    assert all(word in said for word in words)
+    said, lines = warned.outcome.stderr, PROGRAM.splitlines()
+    for place, (kind, *words) in ((door, TRANSFORMED), ("legacy", DEPRECATED)):
+        line = 1 + next(n for n, text in enumerate(lines) if text.endswith(f"# {place}"))
+        assert said.count(kind) == 1
+        assert f"<string>:{line}: {kind}" in said
+        assert all(word in said for word in words)

@@ -631,7 +631,7 @@ def one(seed: int) -> tuple[str, str]:
 
 DEEP = int(os.environ.get("CHECKPOINTING_NESTS", "0"))
 START = random.randrange(1 << 40) if DEEP else 0
-SEEDS = range(START, START + (DEEP or 180))
+SEEDS = range(START, START + (DEEP or 140))
 
 
 def test_nests() -> None:

@@ -36,7 +36,7 @@ def dtypes_of(op, number):
     supported = op.supported_dtypes("cpu")
     if F64 in supported:
         yield F64
-    if C128 in supported and (ALL or number % 3 == 0 or F64 not in supported):
+    if C128 in supported and (ALL or number % 6 == 0 or F64 not in supported):
         yield C128
     if number % 8 == 0:
         yield from (d for d in (F32, BF16) if d in supported)
