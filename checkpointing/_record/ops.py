@@ -24,7 +24,7 @@ class Info:
         self.func = func  # held, since INFOS finds it by its id
         self.run = _torch.quick_call(func)
         # In inference mode, one that consists of others comes whole. It may write, or show memory,
-        # as no schema says.
+        # as no schema says. (`set_` would come back in its first form: see TAKE_STORAGE.)
         self.parts = None if self.base == "set_" else _torch.parts_of(func)
         self.statistics, self.switch = STATISTICS.get(name, ((), None))
         self.communicates = space in COMMUNICATION

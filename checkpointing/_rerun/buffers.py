@@ -36,13 +36,14 @@ class Moment:
     def __init__(self, tensors: list[Tensor], memory: list[Tensor]) -> None:
         self.tensors = tensors
         self.memory = memory  # the tensors themselves, or whole storages
-        self.values = without_recording(lambda: [*map(Tensor.clone, memory)])
         self._versions = [tensor._version for tensor in tensors]
         plain = [tensor for tensor in tensors if type(tensor) is Tensor]
-        self._aliases = without_recording(lambda: [(tensor, tensor.data) for tensor in plain])
+        self.values, self._aliases = without_recording(
+            lambda: ([*map(Tensor.clone, memory)], [(tensor, tensor.data) for tensor in plain])
+        )
 
     def go_back(self) -> None:
-        for tensor, alias in self._aliases:
+        for tensor, alias in self._aliases:  # a function may have moved it (`buffer.data = ...`)
             if _torch.storage_id(tensor) != _torch.storage_id(alias):
                 tensor.data = alias
         without_recording(_torch.overwrite, self.memory, self.values)

@@ -186,8 +186,6 @@ class Repeated(Region):
         if result.after is not None:
             result.after.enter([])
         given = given_to(args, kwargs)
-        with within(None):
-            result.write_again(self._frame, given)
 
         def restore(saved: Any) -> Any:
             if type(saved) is Passed:
@@ -197,6 +195,7 @@ class Repeated(Region):
             return saved
 
         with within(None):
+            result.write_again(self._frame, given)
             return put_together(result.value, restore)
 
 

@@ -93,7 +93,7 @@ class Call(Inputs):
         self._asked = [
             held
             for tensor, version, held in given
-            if _torch.version(tensor) == version and tensor.requires_grad is not self.inputs[held]
+            if tensor.requires_grad is not self.inputs[held] and _torch.version(tensor) == version
         ]
         changed = [tensor for tensor, version, _ in given if _torch.version(tensor) != version]
         if changed:
