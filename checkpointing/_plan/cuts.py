@@ -76,7 +76,8 @@ class Cutting:
     def least_peak(self, budget: int | None = None) -> tuple[int, Cuts]:
         """The least peak that cuts can have, and those cuts."""
         model = self.stretch.model
-        low, high = 0, max(1024, *model.backward, *model.live)
+        high = max(*model.backward, *model.live, 1)  # whatever is kept
+        low = high - 1
         while not (best := self.cuts(high, budget, 1)):
             low, high = high, 2 * high
         while high - low > max(64, high // 256):
@@ -126,9 +127,10 @@ class Cutting:
 def _add(labels: list[Label], new: Label, most: int) -> None:
     """Add a label in place of those that hold as much, and repeat as much."""
     better = [each for each in labels if each.held < new.held or each.work < new.work]
-    labels[:] = sorted([*better, new], key=lambda label: label[:2])
+    labels[:] = sorted([*better, new])
     if len(labels) > most:  # leave out the one that is most like its neighbours
-        del labels[min(range(1, most), key=lambda n: labels[n + 1].held - labels[n - 1].held)]
+        gaps = [after.held - before.held for before, after in zip(labels, labels[2:], strict=False)]
+        del labels[1 + gaps.index(min(gaps))]
 
 
 class Opening:

@@ -161,10 +161,13 @@ class Filling:
     # ---- filling
 
     def _fill_in_rounds(self) -> None:
-        for _ in range(_ROUNDS):  # each may make room for the next, or cuts free
-            self._cut_and_drop()
-            self._fill()
         self._cut_and_drop()
+        for _ in range(_ROUNDS):  # each may make room for the next, or cuts free
+            count = len(self.kept)
+            self._fill()
+            if len(self.kept) == count:
+                break
+            self._cut_and_drop()
 
     def _fill(self) -> None:
         """Take the steps whose results save most, as long as there is room for them. Of equal ones

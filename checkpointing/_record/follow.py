@@ -176,8 +176,6 @@ class Follower(TorchDispatchMode, Position, Region):
         except BaseException:
             self._has_failed(step, args, kwargs)
             raise
-        if step.count is None:
-            self._add_new(step, args, kwargs, result)
         self._go_to(step)
         if step.draws and store.has_drawn(step, state):
             self._later += [partial(self._obey, True, tensor) for tensor in tensors_of(result)]
@@ -191,7 +189,6 @@ class Follower(TorchDispatchMode, Position, Region):
             self._lend(tensors_of(kwargs.get("out")))
         if info.custom or info.sizes_depend_on_data:
             store.shapes[step.index] = shapes_of(result)
-        self._hold_decisions(step)
         if step.fills_part and len(step.writes) == 1:
             for target in info.targets_of(args, kwargs):
                 if store.has_filled(step.writes[0], target):
@@ -235,21 +232,20 @@ class Follower(TorchDispatchMode, Position, Region):
         tensors = tensors_of(result)
         # `split`, `unbind`: as many as there is room for.
         if step.count not in (None, len(tensors)):
-            return self._with_other_results(step, args, kwargs, result)
+            step = self._with_other_results(step, len(tensors), args, kwargs)
         self.cells += map(ref, tensors)
+        if step.count is None:
+            self._add_new(step, args, kwargs, result)
+        for asked in step.decides:
+            self._after(step, self.store.decide, asked)
         return step
 
-    def _with_other_results(self, step: Step, args: Any, kwargs: Any, result: Any) -> Step:
+    def _with_other_results(self, step: Step, count: int, args: Any, kwargs: Any) -> Step:
         self._forget(step)
-        tensors, given = tensors_of(result), (*args, *kwargs.values())
-        following = tuple([other for other in self.step.next if other.count == len(tensors)])
-        found = self.known.find(following, step.call, given)
+        following = tuple([other for other in self.step.next if other.count == count])
+        found = self.known.find(following, step.call, (*args, *kwargs.values()))
         other = found or self._new_step(step.call, args, kwargs)
         self._prepare(other, args, kwargs)
-        self.cells += map(ref, tensors)
-        if other.count is None:
-            self._add_new(other, args, kwargs, result)
-        self._hold_decisions(other)
         return other
 
     def _has_failed(self, step: Step, args: Any, kwargs: Any) -> None:
@@ -287,7 +283,7 @@ class Follower(TorchDispatchMode, Position, Region):
         return step
 
     def _add_new(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
-        if self.store.placement is not None:
+        if self.store.placement is not None and not step.is_view:
             step.flops = _torch.flops_of(step.func, args, kwargs, result)
             step.scratch = _torch.scratch_of(step.func, args, result)
         self._add(step)
@@ -312,10 +308,6 @@ class Follower(TorchDispatchMode, Position, Region):
             self._later.append(partial(function, *given))
         else:
             function(*given)
-
-    def _hold_decisions(self, step: Step) -> None:
-        for asked in step.decides:
-            self._after(step, self.store.decide, asked)
 
     def _obey(self, answer: Answer, tensor: Tensor) -> None:
         """Do what the policy has answered."""

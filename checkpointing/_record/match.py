@@ -216,6 +216,6 @@ def _bits(number: Any) -> Any:
 
 def _may_vary(number: Any) -> bool:
     """Whether each run may have its own argument of this kind."""
-    if type(number) in (list, tuple, torch.Size):
+    if type(number) in (list, tuple):
         return {*map(type, number)} <= {int, float}
     return type(number) in (int, float, complex, torch.Generator)

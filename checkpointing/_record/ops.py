@@ -149,7 +149,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     for part in value:
         if isinstance(part, Tensor):
             found.append(part)
-        else:
+        elif type(part) in (tuple, list):
             found += tensors_of(part)
     return found
 
