@@ -84,9 +84,10 @@ class Pieces:
         self._held: dict[int | None, list[tuple[Any, Hold]]] = defaultdict(list)
 
     def leave(self, holds: Iterable[tuple[Hold, Held]]) -> None:
-        """What a piece holds belongs to holders now, and may be written later."""
+        """What a piece holds belongs to holders now, and may be written later. What FSDP2 has lent,
+        it writes when it gathers that again."""
         for asked, held in holds:
-            if type(held) is Aliased:
+            if type(held) is Aliased and not asked.is_lent:
                 self._held[_torch.storage_of(held.packed)].append((ref(held), asked))
 
     def forget_dead(self) -> None:
@@ -97,9 +98,10 @@ class Pieces:
             if not self._held[storage]:
                 del self._held[storage]
 
-    def hold_at(self, storage: int | None) -> bool:
-        """Whether something is held there."""
-        return any(held() is not None for held, _ in self._held.get(storage, ()))
+    def hold_at(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether something is held where these are."""
+        storages = self._held.keys() & map(_torch.storage_of, tensors)
+        return any(held() is not None for storage in storages for held, _ in self._held[storage])
 
     def copy_of(self, asked: Hold, tensor: Tensor) -> Held | None:
         """A copy, the same for all pieces until something is written; None where no earlier piece

@@ -126,8 +126,8 @@ class Run(Follower):
 
     def _hears_of(self, info: Info, args: Any, kwargs: Any) -> bool:
         """Whether an operator writes where something is held for backward."""
-        written = info.targets_of(args, kwargs, with_statistics=True)
-        return self.store.holds_aliases_at({*map(_torch.storage_of, written)})
+        pieces, written = self.store.pieces, info.targets_of(args, kwargs, with_statistics=True)
+        return pieces is not None and pieces.hold_at(written)
 
     def adopt(self, tensor: Tensor, slot: Slot) -> None:
         """While the block still runs, a backward inside it has brought a value back in other

@@ -8,7 +8,7 @@ Invariant: a value that is held stays as it was when it was read, or fetching it
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Set
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -189,13 +189,6 @@ class Store:
     def holds_on(self, memories: tuple[int, ...]) -> bool:
         """Whether something is held on one of these."""
         return not self._on.keys().isdisjoint(memories)
-
-    def holds_aliases_at(self, storages: Set[int | None]) -> bool:
-        """Whether something in one of these is held, here or by an earlier piece."""
-        aliases = [held for held in self.held.values() if type(held) is Aliased]
-        if any(_torch.storage_of(held.packed) in storages for held in aliases):
-            return True
-        return self.pieces is not None and any(map(self.pieces.hold_at, storages))
 
     def before_write(self, step: Step, targets: list[Tensor]) -> None:
         """Copy what is held where a step writes."""

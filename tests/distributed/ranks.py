@@ -31,7 +31,7 @@ from checkpointing import auto, checkpoint_modules, checkpoint_scope, checkpoint
 
 N, WIDTH = 4, 8  # blocks, features
 # By world size and name: given the doors for a block and for the model, (model, step).
-PROGRAMS = {2: {}, 4: {}}
+PROGRAMS = {1: {}, 2: {}, 4: {}}
 SCOPES = []  # of one step: each with its stats at its end
 
 
@@ -77,6 +77,7 @@ def doors(name):
     """Those that a program runs through; for `auto`, inside is the same as around."""
     nests = "collectives" in name
     left_out = ["auto"] * ("inside" in name or "lambda" in name)
+    left_out += ["rerun"] * ("backward inside" in name)
     left_out += ["replay"] * (name not in REPLAYED)
     found = [door for door in DOORS if nests or " in " not in door]
     return [door for door in found if door not in left_out]
@@ -211,6 +212,10 @@ def in_sequence(call, step):
 @program("fsdp2, the model, not resharded", where="whole", **KEPT)
 @program("fsdp2, the model twice in a region", where="whole", two=True)
 @program("fsdp2, the model twice, not resharded", where="whole", two=True, **KEPT)
+@program("fsdp2, one process", world=1, shape=(1, 1))
+@program("fsdp2, one process, the model", world=1, shape=(1, 1), where="whole")
+@program("fsdp2, one process, backward inside", world=1, shape=(1, 1), training=True)
+@program("fsdp2, backward inside", training=True)
 @program("tensor parallel, inside", where="inside", shape=(1, 2), plan=TENSOR)
 @program("sequence parallel, around", shape=(1, 2), plan=SEQUENCE, step=in_sequence)
 @program("fsdp2 x tensor parallel, inside", world=4, where="inside", shape=(2, 2), plan=TENSOR)
@@ -219,11 +224,11 @@ def in_sequence(call, step):
 @program("fsdp2 x sequence parallel", world=4, shape=(2, 2), plan=SEQUENCE, step=in_sequence)
 def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, **options):
     """In the order that STACKS.md recommends. (The other one: test_modules.py.)"""
-    flags = ("frozen", "compiled", "two", "root_only")
-    frozen, compiled, two, root_only = (options.pop(flag, False) for flag in flags)
-    mesh = mesh_of(shape)
-    if where == "whole" and whole is plain:
-        door, whole = plain, door
+    flags = ("frozen", "compiled", "two", "root_only", "training")
+    frozen, compiled, two, root_only, training = (options.pop(flag, False) for flag in flags)
+    mesh, is_sharded = mesh_of(shape), plan is None or shape[0] > 1
+    if where == "whole" or (training and door is scope):
+        door, whole = plain, door if whole is plain else whole
     model = Net(door, where, n=options.pop("n", N))
     for i, block in enumerate(model.blocks):
         block.requires_grad_(not (frozen and i % 2))
@@ -234,11 +239,13 @@ def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, **o
     for block in model.blocks:
         if compiled:
             block.compile(backend="aot_eager")
-        if shape[0] > 1 and not root_only:
+        if is_sharded and not root_only:
             fully_shard(block, mesh=mesh["data"], **options)
-    if shape[0] > 1:
+    if is_sharded:
         fully_shard(model, mesh=mesh["data"], **options)
     run = (lambda x: model(x) + model(2 * x)) if two else model
+    if training:
+        return model, whole(functools.partial(step, run))
     return model, functools.partial(step, whole(run))
 
 
