@@ -186,7 +186,7 @@ class Follower(TorchDispatchMode, Position, Region):
     def _has_run(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
         store, info = self.store, step.info
         if info.gathers:
-            self._lend(tensors_of(kwargs.get("out")))
+            self._lend(info.targets_of(args, kwargs))
         if info.custom or info.sizes_depend_on_data:
             store.shapes[step.index] = shapes_of(result)
         if step.fills_part and len(step.writes) == 1:

@@ -21,11 +21,14 @@ from .position import Position
 class Gathering:
     """Watches for memory that has been given back."""
 
-    _cut_at = 0  # the number of cells at the last cut
-
     def __init__(self, run: Position) -> None:
         self._run = run
         self._lent: list[torch.UntypedStorage] = []  # of gathered parameters, until given back
+        self.begin()
+
+    def begin(self) -> None:
+        """The run is at the root of a program: its cells are empty."""
+        self._cut_at = 0  # the number of cells at the last cut
         self._alive: list[int] = []  # cells from before it
         self._kept: dict[Any, ref[Tensor]] = {}  # by id and version
 

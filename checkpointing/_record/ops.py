@@ -1,6 +1,7 @@
 """The traits of an operator that recording needs: found once, mostly from its schema."""
 
 import re
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from .._engine import CPU_RNG, Generators, rngs_of
 class Info:
     """The traits of one operator."""
 
+    communicates: bool
+    gathers: bool
     custom: bool
 
     def __init__(self, func: Any) -> None:
@@ -132,6 +135,8 @@ def info_of(func: Any) -> Info:
 
 NO_OPERATOR = Info(None)  # of what happens between two operators
 NO_OPERATOR.custom = False
+GATHERING_COPY = copy(info_of(_torch.COPY))  # of FSDP2, for one process
+GATHERING_COPY.communicates = GATHERING_COPY.gathers = True
 
 
 def by_place(args: Any, kwargs: dict[str, Any]) -> dict[Any, Any]:

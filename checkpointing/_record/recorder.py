@@ -36,7 +36,7 @@ from .._engine import entered_from, is_parameter, root_of
 from .decisions import find_decisions, is_rounded
 from .match import Matcher
 from .memories import MADE, OUTSIDE, UNFILLED, Memories, Memory
-from .ops import info_of, tensors_of
+from .ops import GATHERING_COPY, info_of, tensors_of
 from .program import (
     BROUGHT_BACK,
     FILLED,
@@ -143,7 +143,8 @@ class Recorder(Memories):
     def step(self, call: Any, given: dict[Any, Any]) -> Step:
         """What an operator is about to do with these arguments."""
         func, grad_mode, count, names = call
-        info = info_of(func)
+        is_gathering = func is _torch.COPY and _torch.gathers_from_itself()
+        info = GATHERING_COPY if is_gathering else info_of(func)
         self._step = step = Step(self.at[0], func, call, info, grad_mode=grad_mode)
         step.cells_before = len(self.memory_of)
         # All floats are the same as any that is equal: neither nan, nor a zero with its sign.

@@ -89,6 +89,8 @@ class Run(Follower):
         pieces.leave(store.holds())
         if self.ends is not None:
             self.ends.begin()
+        if self._gathering is not None:
+            self._gathering.begin()
         self.begin()
         store.first_holder = holder
         return pieces

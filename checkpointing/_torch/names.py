@@ -229,6 +229,7 @@ def set_function_modes(modes: Sequence[Any]) -> None:
 OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
 CAST = torch.ops.aten._to_copy.default  # to another dtype or device
+COPY = torch.ops.aten.copy_.default
 # Operators that take a storage, and the same with a tensor on it.
 TAKE_STORAGE = {
     torch.ops.aten.set_.source_Storage: torch.ops.aten.set_.source_Tensor,
@@ -443,6 +444,17 @@ if torch.backends.cuda.is_built():
         (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
         (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     )
+
+# ---- FSDP2
+
+
+def gathers_from_itself() -> bool:
+    """Whether FSDP2 gathers parameters, for one process: with the operators of everybody."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    frames = traceback.walk_stack(sys._getframe(2))
+    return any(frame.f_code.co_name == "wait_for_unshard" for frame, _ in frames)
+
 
 # ---- compiled code
 

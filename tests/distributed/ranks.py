@@ -157,6 +157,11 @@ def two_forwards(call, step):
     (call(data(step)) + 2 * call(2 * data(step))).sum().backward()
 
 
+def two_backwards(call, step):
+    once(call, step)
+    once(call, step, factor=2)
+
+
 @program("ddp")
 @program("ddp, regions inside", where="inside")
 @program("ddp, with buffers", block=lambda: Block(functools.partial(nn.BatchNorm1d, WIDTH)))
@@ -214,8 +219,10 @@ def in_sequence(call, step):
 @program("fsdp2, the model twice, not resharded", where="whole", two=True, **KEPT)
 @program("fsdp2, one process", world=1, shape=(1, 1))
 @program("fsdp2, one process, the model", world=1, shape=(1, 1), where="whole")
+@program("fsdp2, one process, the model twice", world=1, shape=(1, 1), where="whole", two=True)
 @program("fsdp2, one process, backward inside", world=1, shape=(1, 1), training=True)
 @program("fsdp2, backward inside", training=True)
+@program("fsdp2, backward inside, twice", training=True, step=two_backwards)
 @program("tensor parallel, inside", where="inside", shape=(1, 2), plan=TENSOR)
 @program("sequence parallel, around", shape=(1, 2), plan=SEQUENCE, step=in_sequence)
 @program("fsdp2 x tensor parallel, inside", world=4, where="inside", shape=(2, 2), plan=TENSOR)
