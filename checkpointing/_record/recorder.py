@@ -41,7 +41,6 @@ from .program import (
     BROUGHT_BACK,
     FILLED,
     ON_MADE,
-    OWN,
     PLAIN,
     WRITTEN_UNSEEN,
     First,
@@ -100,8 +99,6 @@ class Recorder(Memories):
         )
         if memory.is_lent:
             first.is_lent = first.is_parameter = True
-        elif origin is OWN and there is not None:
-            first.is_lent = True  # on memory that the block has made: gathered from one process
         self.met.append(tensor)
         self.add_first(first)
         self._step.firsts += (first,)
