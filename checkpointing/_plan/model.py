@@ -215,7 +215,8 @@ class Model:
         """The stretch from the first of these steps to where the last of these slots is wanted that
         is not held, as a model of its own."""
         saves = {slot: self.saves[slot] for slot in self.saves.keys() & slots}
-        wanted = [position for position, number in saves.values() if number not in held]
+        saves = {slot: save for slot, save in saves.items() if save[1] not in held}
+        wanted = [position for position, _ in saves.values()]
         first, last = steps[0] - self.first, 1 + max([steps[-1] - self.first, *wanted])
         part, span = copy(self), slice(first, last)
         part.is_part, part.first, part.count = True, steps[0], last - first

@@ -306,6 +306,27 @@ HOLES = {
                     outs.append(y.exp().sum())
         see([grad([outs[i]], [a]) for i in order])
         see(grad(outs, [a]))""",
+    "parts of a window in a small budget, after which backward wants what is kept by hand": """
+    w, x = torch.arange(8.0, requires_grad=True), torch.ones(8, requires_grad=True)
+    def run():
+        b = x * 1
+        c = b.clone()
+        t = (c * c.sum() * w[0]).sum() + (w * 0).sum()
+        h = x * 1 + t.detach() * 0 + b.detach().sum() * 0 + w * 2
+        b = h * 1
+        p, q = b.tensor_split(2)
+        g = b[3:11:2].expand(2, -1)[0]
+        u = (w[:2] * p[2:5]).sum()
+        for part in b[4:7], p[1:5:2]:
+            kept = keep(part)
+            u = u + (kept.detach().clone() * w[0]).sum()
+        t = t + u + (w * 0).sum()
+        h = h * 1 + u.detach() * 0 + g.detach().sum() * 0 + w * 2
+        return t + (h * h).sum() * 0.5, [b, p, q, g]
+    for budget, _ in itertools.product((64, 128, 10**6), (1, 2)):
+        with scope(policy=auto(budget=budget)):
+            y, others = run()
+        see(grad([y], [w, x]))""",
 }
 
 
