@@ -40,7 +40,7 @@ from torch import Tensor
 from .. import _torch, errors
 from .._torch import graph_task_id, pop_hooks, push_hooks, run_backward_code
 from .check import Check, Evidence
-from .threads import Region, thread
+from .threads import Region, thread, within
 from .where import Line, described, line_number
 
 
@@ -215,14 +215,8 @@ class Frame:
 
     def _answer(self, holder: Holder, task: Task) -> None:
         """Recompute, with this thread's regions out of the way (rule 3), and check the outcome."""
-        here = thread.__dict__
-        region, depth = here["region"], here["depth"]
-        here["region"], here["depth"] = None, depth + 1
-        try:
-            with _torch.outside_of_batch():
-                self.recompute(holder, task)
-        finally:
-            here["region"], here["depth"] = region, depth
+        with within(None), _torch.outside_of_batch():
+            self.recompute(holder, task)
         if task.mismatches:
             raise errors.different_metadata(self, reader(), task.mismatches)
 
