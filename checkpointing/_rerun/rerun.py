@@ -186,8 +186,11 @@ class Rerun(Region, Call, Slots):
         result, before = Result(), self.random()
         self.results += (result,)
         given, buffers = given_to(args, kwargs), self._buffers.then
-        tensors = {place: part for place, part in given.items() if isinstance(part, Tensor)}
-        versions = [*map(_torch.version, tensors.values())]
+        tensors = [
+            (place, part, _torch.version(part))
+            for place, part in given.items()
+            if isinstance(part, Tensor)
+        ]
         places = self._buffers.places()
         self._is_aside = True
         try:
@@ -196,7 +199,7 @@ class Rerun(Region, Call, Slots):
             self._is_aside = False
         if before.have_moved():
             result.after = self.random()
-        for (place, tensor), version in zip(tensors.items(), versions, strict=True):
+        for place, tensor, version in tensors:
             if _torch.version(tensor) != version:
                 result.note_written(place, tensor)
         if buffers.tensors:
