@@ -218,16 +218,15 @@ def _contexts(context_fn: ContextFn, respect: bool | None) -> Any:
     if context_fn is noop_context_fn:
         return None
     forward, recompute = context_fn()
-    if not isinstance(forward, _torch.SelectiveForward):
-        return forward, recompute
-    if hasattr(forward, "respect_saved_tensors_hooks"):  # since 2.14
-        forward.respect_saved_tensors_hooks = respect
-        return _torch.shows_users_hooks(forward), recompute
-    if respect:
-        raise ValueError(
-            "respect_saved_tensors_hooks=True needs torch 2.14: here, selective checkpointing "
-            "ignores them"
-        )
+    if isinstance(forward, _torch.SelectiveForward):
+        if hasattr(forward, "respect_saved_tensors_hooks"):  # since 2.14
+            forward.respect_saved_tensors_hooks = respect
+            forward = _torch.shows_users_hooks(forward)
+        elif respect:
+            raise ValueError(
+                "respect_saved_tensors_hooks=True needs torch 2.14: here, selective checkpointing "
+                "ignores them"
+            )
     return forward, recompute
 
 
