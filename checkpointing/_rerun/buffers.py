@@ -171,9 +171,13 @@ class Buffers:
             other = now.get(place)
             if tensor is other:
                 continue
-            stands_in = not isinstance(tensor, nn.Parameter)
-            is_gone = stands_in and id(tensor) not in map(id, now.values())
-            if is_gone or _has_other_values(tensor, other):
+            if not isinstance(tensor, nn.Parameter):
+                is_wrong = id(tensor) not in map(id, now.values())
+            elif other is None:
+                is_wrong = False
+            else:  # one that looks different may be a placeholder, until a hook brings a weight in
+                is_wrong = _torch.are_alike(tensor, other) and is_another(tensor, other)
+            if is_wrong:
                 module, name = place
                 full_name = f"the parameter {type(module).__name__}.{name}"
                 raise errors.exchanged(frame, named(full_name, tensor))
@@ -207,12 +211,6 @@ class Buffers:
             self.rewound = {*map(_torch.storage_id, parts)}
             undo.append((Moment.go_back, Moment(self.then.tensors, self.then.memory)))
             self.then.go_back()
-
-
-def _has_other_values(tensor: Tensor, other: Tensor | None) -> bool:
-    """Whether a frozen parameter has been exchanged for one that looks the same. One that does not
-    may be a placeholder, until a hook brings in the weight."""
-    return other is not None and _torch.are_alike(tensor, other) and is_another(tensor, other)
 
 
 def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:
