@@ -99,8 +99,8 @@ class _Rehearsal(Run):
                 f"forecast: hooks around {type(module).__qualname__}, such as those of torch's own "
                 "checkpoint, hide what autograd saves. Switch them off first."
             )
-        for each in () if module in self.buffers else module.modules():
-            self.buffers[each] = dict(_torch.buffers_of_module(each)[0])
+        for each in module.modules():
+            self.buffers.setdefault(each, dict(_torch.buffers_of_module(each)[0]))
 
     def has_called_module(self, module: nn.Module, *_: Any) -> None:
         calls, begin = self.calls[type(module).__qualname__], self._open.pop()
