@@ -96,12 +96,6 @@ def reader() -> str:
     return "a read outside of backward" if node is None else str(node.name())
 
 
-def _forget(frame: "_ref[Frame]", key: Any, _: object) -> None:
-    alive = frame()
-    if alive is not None:
-        del alive.tasks[key]
-
-
 class Frame:
     """One region: its holders, and the recomputed tensors of each graph task."""
 
@@ -265,7 +259,8 @@ class Frame:
                 if type(key) is int:
                     owner = partial(int)
                     _torch.at_graph_task_end(owner)  # owned until then
-                task.guard = _ref(owner, partial(_forget, _ref(self), key))
+                weak: Any = _ref(self)  # alive as long as the guard, which it owns
+                task.guard = _ref(owner, lambda _: weak().tasks.pop(key))
                 self.tasks[key] = task
         return task
 
