@@ -115,9 +115,8 @@ class Call(Inputs):
                 # For a backward inside, too, the function may have changed that itself.
                 if not (self._given or held in self._asked):
                     raise errors.changed(frame, f"`requires_grad` of {named(held.name, tensor)}")
-                if tensor.is_leaf:
-                    undo.append((tensor.requires_grad_, tensor.requires_grad))
-                    tensor.requires_grad_(required_grad)
+                undo.append((tensor.requires_grad_, tensor.requires_grad))
+                tensor.requires_grad_(required_grad)
             if held in self._written:
                 storage = _torch.storage_id(tensor)
                 if storages.setdefault(self._written[held], storage) != storage:
