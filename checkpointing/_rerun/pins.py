@@ -84,7 +84,7 @@ class Result:
 
     has_returned = False
     after: Generators | None = None  # the generators after the call, if it drew numbers
-    buffers: Moment | None = None  # rewound ones after the call
+    buffers = Moment([], [])  # rewound ones after the call
     value = None
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Result:
 
     def write_again(self, frame: Frame, given: dict[Place, Any]) -> None:
         """Leave in buffers, and in these tensors of the arguments, what the call left there."""
-        if self.buffers is not None:
+        if self.buffers.tensors:
             self.buffers.go_back()
         for module, name, pin in self.set:
             copy = None if pin is None else pin.restored(_copied(pin.held.fetch(frame)))

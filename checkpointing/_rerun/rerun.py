@@ -201,8 +201,7 @@ class Rerun(Region, Call, Slots):
         for place, tensor, version in tensors:
             if _torch.version(tensor) != version:
                 result.note_written(place, tensor)
-        if buffers.tensors:
-            result.buffers = Moment(buffers.tensors, buffers.memory)
+        result.buffers = Moment(buffers.tensors, buffers.memory)
         result.note_set(self._buffers.changed(places))
         result.save(value, given, self._hooks)
         return value
@@ -233,8 +232,7 @@ class Rerun(Region, Call, Slots):
                 if not held.is_parameter:
                     yield Holding(kind, held, named(held.name))
         yield from [Holding("random state", state) for state in self._rng.states]
-        moments = [result.buffers for result in self.results if result.buffers is not None]
-        for moment in [self._buffers.then, *moments]:
+        for moment in [self._buffers.then, *[result.buffers for result in self.results]]:
             yield from [Holding("buffers", copy) for copy in moment.values]
 
 
