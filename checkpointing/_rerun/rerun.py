@@ -98,8 +98,11 @@ class Call(Inputs):
         changed = [tensor for tensor, version, _ in given if _torch.version(tensor) != version]
         if changed:
             written = {*map(_torch.storage_of, changed)} - {None}
-            found = {held: _torch.storage_of(tensor) for tensor, _, held in given}
-            self._written = {held: there for held, there in found.items() if there in written}
+            self._written = {
+                held: storage
+                for tensor, _, held in given
+                if (storage := _torch.storage_of(tensor)) in written
+            }
             note_written(self._hooks, written)
         self._given = {}
 
