@@ -196,7 +196,7 @@ def _by_storage(kind: str, tensor: Tensor, *about: str | None) -> dict[Any, Tens
     if is_referenced(root_of(tensor)):
         return {}
     return {
-        ref(part.untyped_storage() if _torch.has_storage(part) else part): TensorReport(
+        ref(_torch.memory_of(part)): TensorReport(
             kind, _torch.memory_size(part), tuple(_torch.shape_of(part)), part.dtype, *about
         )
         for part in _torch.plain_parts(tensor)

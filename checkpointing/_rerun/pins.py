@@ -96,7 +96,7 @@ class Result:
 
     def note_written(self, place: Place, tensor: Tensor) -> None:
         """The call has written a tensor in its arguments."""
-        self.written.append((place, weakref.ref(_memory_of(tensor)), self._pinned(tensor)))
+        self.written.append((place, weakref.ref(_torch.memory_of(tensor)), self._pinned(tensor)))
 
     def note_set(self, places: Places) -> None:
         """The call has set these buffers."""
@@ -119,7 +119,7 @@ class Result:
             _torch.buffers_of_module(module)[0][name] = copy
         for place, there, pin in self.written:
             tensor = given[place]
-            if there() is _memory_of(tensor):  # it is from outside: it stays
+            if there() is _torch.memory_of(tensor):  # it is from outside: it stays
                 continue
             value = pin.held.fetch(frame)
             if pin.in_graph and not tensor.requires_grad:
@@ -207,10 +207,6 @@ def given_to(args: Any, kwargs: Any) -> dict[Place, Any]:
         if not isinstance(argument, Tensor):
             found |= {(number, i): tensor for i, tensor in enumerate(tensors_in(argument))}
     return found
-
-
-def _memory_of(tensor: Tensor) -> Any:
-    return tensor.untyped_storage() if _torch.has_storage(tensor) else tensor
 
 
 def _copied(tensor: Tensor) -> Tensor:

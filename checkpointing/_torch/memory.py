@@ -37,6 +37,11 @@ def storage_of(tensor: Tensor) -> int | None:
     return storage_id(tensor) if has_storage(tensor) else None
 
 
+def memory_of(tensor: Tensor) -> Any:
+    """An object that lives as long as the memory of a tensor: its storage, or itself without."""
+    return tensor.untyped_storage() if has_storage(tensor) else tensor
+
+
 def memory_size(tensor: Tensor) -> int:
     """The bytes of the memory that a tensor uses, as far as it has some of its own."""
     return tensor.untyped_storage().nbytes() if has_storage(tensor) else 0
