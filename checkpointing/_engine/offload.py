@@ -46,7 +46,7 @@ class Mover:
         """Whether a tensor is to be offloaded."""
         if _torch.layout_of(tensor) is None:
             return False
-        return tensor.untyped_storage().nbytes() >= self.destination.min_bytes
+        return _torch.memory_size(tensor) >= self.destination.min_bytes
 
     def send(self, tensor: Tensor, name: Name) -> "Moved":
         """Copy a tensor out. Later work on its device may write it and reuse its memory."""
