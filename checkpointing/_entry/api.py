@@ -484,7 +484,6 @@ class _Block:
         run.store.placement = placement
         run.store.is_checked = check is not None
         self.frame = frame = Replay(run, name, line, options.early_stop, check)
-        run.holds_planned = True
         if hooks is not None:
             # A rerun around the block, ours or torch's, expects the same slots in each run,
             # whatever has been planned.

@@ -42,7 +42,7 @@ class Follower(TorchDispatchMode, Position, Region):
     supports_higher_order_operators = True
     around: _torch.Hooks | None = None  # hooks, which hear of writes to memory from outside
     sees_gathering = False
-    holds_planned = False  # whether what a plan keeps is held from the forward on
+    holds_planned = True  # whether what a plan keeps is held from the forward on
     note: Callable[[], Any] | None = None  # what to note of each operator that is recorded
     watchers: tuple[CompiledCode | Gathering, ...] = ()
     _ask: Any = None  # what to keep of results
