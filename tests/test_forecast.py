@@ -189,6 +189,13 @@ def test_memory_generators_and_gradients_are_afterwards_as_they_were():
         assert all(old is new for old, new in zip(buffers, model.buffers(), strict=True))
 
 
+def test_buffers_are_put_back_if_a_module_is_called_before_one_that_contains_it():
+    child, x = Writing(), torch.randn(4, 8)
+    parent, before = nn.Sequential(child), child.mean
+    forecast(lambda: child(x) + parent(x))
+    assert child.mean is before
+
+
 def test_the_step_after_a_forecast_is_that_without_one():
     def trained(sees):
         torch.manual_seed(0)
