@@ -37,10 +37,10 @@ def is_parameter(root: Tensor) -> bool:
     return type(root) is not Tensor and isinstance(root, nn.Parameter)
 
 
-def is_another(parameter: Tensor | None, other: Tensor | None) -> bool:
-    """Whether a frozen parameter is in the place of another frozen one, and they differ. Nobody
-    knows where one has no memory now."""
-    if not type(parameter) is type(other) is nn.Parameter or parameter.requires_grad:
+def is_another(parameter: Any, other: Any) -> bool:
+    """Whether another tensor is in the place of a parameter, and they differ. Nobody knows where
+    one has no memory now."""
+    if type(parameter) is not nn.Parameter or type(other) not in (Tensor, nn.Parameter):
         return False
     if not (_torch.has_memory(parameter) and _torch.has_memory(other)):
         return False

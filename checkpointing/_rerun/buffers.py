@@ -21,7 +21,8 @@ from .._engine import Aliased, Field, Undo, is_another, named, without_recording
 from .inputs import Inputs, items_of
 
 _Numbers = dict[str, list[Any]]  # by attribute
-Places = dict[tuple[nn.Module, str], tuple[Tensor | None, int]]  # buffers, with their versions
+Place = tuple[nn.Module, str]
+Places = dict[Place, tuple[Tensor | None, int]]  # buffers, with their versions
 
 _NUMERIC = {int, float, torch.Size}  # neither flags nor names
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
@@ -86,17 +87,12 @@ class Buffers:
         self._flags = flags
         present = self._present()
         inputs.devices |= {tensor.device for tensor in present.values() if not tensor.is_cpu}
+        self._parameters = present  # also tensors in the place of parameters
         self._trained = [
             (tensor, tensor._version)
             for tensor in present.values()
             if tensor.requires_grad and not (_torch.is_lazy(tensor) or tensor.is_inference())
         ]
-        # Frozen parameters, and tensors in the place of parameters.
-        self._others = {
-            place: tensor
-            for place, tensor in present.items()
-            if not (tensor.requires_grad and isinstance(tensor, nn.Parameter))
-        }
         self._guarded: list[Aliased] = []
         if self._entries:
             self._capture()
@@ -145,11 +141,10 @@ class Buffers:
     def end(self) -> None:
         """The region has run. Parameters that it has written or set itself are not guarded."""
         self._trained = [pair for pair in self._trained if pair[0]._version == pair[1]]
-        if self._others:
-            now = self._present()
-            self._others = {
-                place: tensor for place, tensor in self._others.items() if now.get(place) is tensor
-            }
+        now = self._present()
+        self._parameters = {
+            place: tensor for place, tensor in self._parameters.items() if now.get(place) is tensor
+        }
         self._see_what_has_grown()
         self._has_ended = True
 
@@ -160,31 +155,38 @@ class Buffers:
         for module, buffers, numbers in self._entries:
             buffers.update(_grown(module, numbers, buffers))
 
-    def written(self, frame: object) -> list[Tensor]:
-        """The parameters that train and have been written since the forward.
+    def written(self) -> list[Tensor]:
+        """The parameters that train and have been written since the forward."""
+        return [each for each, version in self._trained if each._version != version]
 
-        Tensors in the place of parameters must be there still, and frozen parameters must have the
+    def check_parameters(self, frame: object, trained: bool) -> None:
+        """Raise if another tensor is in the place of a parameter; `trained`: of those that train,
+        which the recompute tells apart where it saves them.
+
+        Tensors in the place of parameters must be there still, and other parameters must have the
         same values. (Hooks may gather parameters, or bring them in for each call.)
         """
-        now = self._present() if self._others else {}
-        for place, tensor in self._others.items():
-            other = now.get(place)
-            if tensor is other:
+        now = self._present()
+        for place, tensor in self._parameters.items():
+            if now.get(place) is tensor:
                 continue
-            if not isinstance(tensor, nn.Parameter):
+            module, name = place
+            other = getattr(module, name, None)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            if (is_parameter and tensor.requires_grad) is not trained:
+                continue
+            if not is_parameter:
                 is_wrong = id(tensor) not in map(id, now.values())
             elif other is None:
                 is_wrong = False
             else:  # one that looks different may be a placeholder, until a hook brings a weight in
                 is_wrong = _torch.are_alike(tensor, other) and is_another(tensor, other)
             if is_wrong:
-                module, name = place
                 full_name = f"the parameter {type(module).__name__}.{name}"
                 raise errors.exchanged(frame, named(full_name, tensor))
-        return [each for each, version in self._trained if each._version != version]
 
-    def _present(self) -> dict[tuple[nn.Module, str], Tensor]:
-        """The parameters, by place."""
+    def _present(self) -> dict[Place, Tensor]:
+        """The parameters."""
         return {
             (module, name): tensor
             for module in self._owners

@@ -216,13 +216,15 @@ class Rerun(Region, Call, Slots):
             function, args, kwargs, cells = self.restored(self, undo)
             if self.context is not None:
                 function = partial(call_within, self.context, function)
-            if written := self._buffers.written(self):
+            self._buffers.check_parameters(self, trained=False)
+            if written := self._buffers.written():
                 calling.refuse(written, tensors_in([args, kwargs, [value for _, value in cells]]))
             context = self.go_back(self, cells, undo)
             calling.rewound = self._buffers.rewound
             if any([self.pins, self.results, self.policy, not self.complete]):
                 thread.region = Repeated(self)
             calling.call(partial(context.run, function, *args, **kwargs))
+            self._buffers.check_parameters(self, trained=True)
         finally:
             # Its hooks live as long as the graph of the call, perhaps in an attribute of a module.
             vars(calling).clear()

@@ -207,7 +207,9 @@ class Calling:
                 if saved[2] is not found[2]:  # so other tensors are saved around it
                     raise errors.changed(frame, f"`requires_grad` of {now}")
                 raise errors.changed(frame, now, saved[1], found[1])
-            if not (must_stay or must_be or is_another(saved[-1](), found[-1]())):
+            parameter, other = saved[-1](), found[-1]()
+            trains = parameter is not None and parameter.requires_grad
+            if not (must_stay or must_be) and (trains or not is_another(parameter, other)):
                 return
         raise errors.other_parameter(frame, holder.slot, user_line(), then, now)
 
