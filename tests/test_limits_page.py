@@ -267,6 +267,9 @@ def sparse_values(w):
     return y
 
 
+MEAN = torch.zeros(4)
+with torch.inference_mode():
+    TABLE = torch.ones(4)
 UNSEEN = {
     "data": ([c, s], lambda w: w.sin().exp()),
     "numbered": ([c, s], lambda w: w.sin().exp()),
@@ -275,8 +278,8 @@ UNSEEN = {
     "apply_": ([s], lambda w: (w * torch.zeros(4).add_(1).apply_(lambda n: n + 1)).sin().exp()),
     "hook": ([c], lambda w: w.register_hook(lambda grad: grad * 2) and (w * 1).sin().exp()),
     "statistics": ([s], lambda w: (w + MEAN).sin().exp()),
+    "default": ([c], lambda w, table=TABLE: (w * table.clone()).square()),
 }
-MEAN = torch.zeros(4)
 
 
 @pytest.mark.parametrize("name", UNSEEN)
@@ -287,6 +290,8 @@ def test_what_torch_shows_to_nobody(name):
         x = torch.ones(4, requires_grad=True)
         w = x * 1
         MEAN.zero_()
+        with torch.inference_mode():
+            TABLE.fill_(1)
         numbered = lambda tensor: kept.append(tensor) or len(kept) - 1
         hooks = torch.autograd.graph.saved_tensors_hooks(numbered, kept.__getitem__)
         with hooks if name == "numbered" else contextlib.nullcontext():
@@ -295,6 +300,9 @@ def test_what_torch_shows_to_nobody(name):
             w.data.mul_(2)
         if name == "numbered":
             w.detach().mul_(2)
+        if name == "default":
+            with torch.inference_mode():
+                TABLE.mul_(2)
         if name == "statistics":
             F.batch_norm(w.detach().expand(2, 4) * 3, MEAN, MEAN + 1, training=True)
         y.sum().backward()

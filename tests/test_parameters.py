@@ -351,6 +351,31 @@ def test_parameters_that_are_read_are_guarded(door, name, how):
         (one.sum() + two.sum()).backward()
 
 
+@pytest.mark.parametrize("door", RERUNS)
+@pytest.mark.parametrize("name", ["embedding.weight", "bias"])
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor.requires_grad_])
+def test_parameters_that_are_read_and_then_exchanged_are_refused(door, name, kind):
+    """By a step of an inner loop, say, that adapts a context and no weight."""
+    net, x = Reads(), leaf(4, 4)
+    one, two = WAYS[door](net)(x)
+    owner, _, name = name.rpartition(".")
+    module = net.get_submodule(owner)
+    new = module.get_parameter(name).detach() * 2
+    delattr(module, name)
+    setattr(module, name, kind(new))
+    with pytest.raises(MismatchError, match=rf"in the place of the parameter .*\.{name}"):
+        (one.sum() + two.sum()).backward()
+
+
+@pytest.mark.parametrize("door", RERUNS)
+def test_a_parameter_that_was_read_while_it_was_frozen_is_frozen_still(door):
+    net, x = Reads().requires_grad_(False), leaf(4, 4)
+    _, two = WAYS[door](net)(x)
+    net.bias.requires_grad_(True)
+    with pytest.raises(ChangedError, match=r"`requires_grad` of the parameter .*bias"):
+        two.sum().backward()
+
+
 @pytest.mark.parametrize("door", [*RERUNS, "replay", "scope"])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_saved_parameter_trains_as_in_the_forward(door, frozen):

@@ -194,6 +194,19 @@ def test_kept_values_are_written_where_they_are_read():
     assert bits(x.grad) == bits(torch.autograd.grad((x * 1.0).exp().sum(), x)[0])
 
 
+def test_a_column_of_a_batch_of_one_is_kept():
+    """It has one element, and a stride that is not 1."""
+    w = leaf(4)
+
+    def function(x):
+        first = keep((x * w)[:, 0])
+        return (first.square() * w).sum()
+
+    want = torch.autograd.grad(function(torch.ones(1, 4)), w)
+    for door in (checkpointed, checkpointed(backend="replay")):
+        assert bits(*torch.autograd.grad(door(function)(torch.ones(1, 4)), w)) == bits(*want)
+
+
 def test_what_is_the_users_is_put_back():
     """A kept tensor that is from outside, and has changed since, is only lent to the recompute."""
     state, x = torch.ones(4), leaf(4)

@@ -93,6 +93,7 @@ class Buffers:
             for tensor in present.values()
             if tensor.requires_grad and not (_torch.is_lazy(tensor) or tensor.is_inference())
         ]
+        self._frozen = [tensor for tensor in present.values() if not tensor.requires_grad]
         self._guarded: list[Aliased] = []
         if self._entries:
             self._capture()
@@ -141,6 +142,7 @@ class Buffers:
     def end(self) -> None:
         """The region has run. Parameters that it has written or set itself are not guarded."""
         self._trained = [pair for pair in self._trained if pair[0]._version == pair[1]]
+        self._frozen = [tensor for tensor in self._frozen if not tensor.requires_grad]
         now = self._present()
         self._parameters = {
             place: tensor for place, tensor in self._parameters.items() if now.get(place) is tensor
@@ -155,9 +157,12 @@ class Buffers:
         for module, buffers, numbers in self._entries:
             buffers.update(_grown(module, numbers, buffers))
 
-    def written(self) -> list[Tensor]:
-        """The parameters that train and have been written since the forward."""
-        return [each for each, version in self._trained if each._version != version]
+    def written(self) -> list[tuple[Tensor, str]]:
+        """The parameters that train and have been written since the forward, or have been frozen
+        then; and what of each has been written."""
+        unfrozen = [(each, "`requires_grad` of ") for each in self._frozen if each.requires_grad]
+        written = [(each, "") for each, version in self._trained if each._version != version]
+        return [*unfrozen, *written]
 
     def check_parameters(self, frame: object, trained: bool) -> None:
         """Raise if another tensor is in the place of a parameter; `trained`: of those that train,

@@ -61,16 +61,17 @@ class Calling:
         self._count = len(frame.holders)  # the slots of the forward
         self._versions: dict[int, int] = {}  # by slot: of the tensors that are delivered
         self._copies = _torch.Copies()
-        self._refused: dict[int, Tensor] = {}  # parameters by id
+        # By id: parameters, and what of them has been written.
+        self._refused: dict[int, tuple[Tensor, str]] = {}
         self._met: set[Any] = {None}  # nodes that depend on none of them
         self._around = _torch.graph_task_id()
         # By the graph task of a backward in the function: the first and the last node that saved
         # tensors in it.
         self._backwards: dict[int, tuple[int, int]] = {}
 
-    def refuse(self, parameters: list[Tensor], inputs: list[Tensor]) -> None:
+    def refuse(self, written: list[tuple[Tensor, str]], inputs: list[Tensor]) -> None:
         """The function must not read these parameters, but for what `inputs` depend on."""
-        self._refused = {id(parameter): parameter for parameter in parameters}
+        self._refused = {id(parameter): (parameter, what) for parameter, what in written}
         self._met |= {tensor.grad_fn for tensor in inputs}
 
     def call(self, function: Callable[[], Any]) -> None:
@@ -171,9 +172,10 @@ class Calling:
     def _look_below(self, node: Any) -> None:
         """Raise if a node of the autograd graph depends on a parameter that is refused."""
         for found in _torch.nodes_from([node], self._met):
-            parameter = self._refused.get(id(getattr(found, "variable", None)))
-            if parameter is not None:
-                raise errors.changed(self.frame, self.frame.described(parameter))
+            refused = self._refused.get(id(getattr(found, "variable", None)))
+            if refused is not None:
+                parameter, what = refused
+                raise errors.changed(self.frame, what + self.frame.described(parameter))
 
     def _take(self, holder: Holder, given: Tensor, tensor: Tensor) -> None:
         """Compare a saved tensor with that of the forward, and deliver it where it is wanted."""

@@ -268,4 +268,5 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,), plain.storage_offset()).view(torch.uint8)
