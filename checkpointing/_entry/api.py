@@ -153,8 +153,8 @@ def forward_only(fn: F, /) -> F:
     Raises:
         TypeError: for generator functions, async functions, classes that are no modules, and
             classes of torch's own.
-        MismatchError: from backward, if the recompute calls the function where the forward did not,
-            or where it raised.
+        MismatchError: from backward, if the recompute calls such functions more often than the
+            forward did, or where one raised. (Where the forward called none, they are just called.)
 
     Example:
         >>> import torch

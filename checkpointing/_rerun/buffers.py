@@ -54,9 +54,9 @@ class Moment:
 class Buffers:
     """The modules that a region runs, as they were before it.
 
-    Buffers of modules in training mode are copied, and rewound in place during the rerun. So the
-    region writes them once (rule 7), and aliases, views and caches keyed by the tensor stay valid.
-    Larger buffers, and those of modules in evaluation mode, are guarded by version.
+    Buffers of up to 64 KiB are copied, and rewound in place during the rerun. So the region writes
+    them once (rule 7), and aliases, views and caches keyed by the tensor stay valid. Larger ones,
+    and those of torch's normalisations in evaluation mode, are guarded by version.
     """
 
     then = Moment([], [])  # the buffers that are rewound
