@@ -449,6 +449,23 @@ def test_large_buffers_that_are_written_are_refused_by_rerun(name, door):
             train(model, DOORS[door](model))
 
 
+@DOOR
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("size", [4, 20_000])
+def test_statistics_of_a_module_of_ones_own_are_written_once(size, is_training, door):
+    """Whatever their size and its mode, though no version shows it."""
+
+    def function(self, x):
+        x = x.repeat(1, size // 4)
+        return F.batch_norm(x, self.mean, self.var, training=True, momentum=0.5).sin()
+
+    buffers = {"mean": torch.zeros(size), "var": torch.ones(size)}
+    model, want = (
+        WithBuffers(function, **copy.deepcopy(buffers)).train(is_training) for _ in range(2)
+    )
+    assert train(model, DOORS[door](model)) == train(want, want)
+
+
 def test_statistics_that_another_module_updates_in_evaluation_mode_are_written_twice_by_a_rerun():
     norm = nn.BatchNorm1d(2).eval()
     update = lambda x: F.batch_norm(x, norm.running_mean, norm.running_var, training=True).sin()

@@ -95,6 +95,7 @@ class Buffers:
         ]
         self._frozen = [tensor for tensor in present.values() if not tensor.requires_grad]
         self._guarded: list[Aliased] = []
+        self._statistics: list[Tensor] = []  # among these
         if self._entries:
             self._capture()
 
@@ -117,6 +118,8 @@ class Buffers:
                 else:
                     full_name = type(module).__name__, Field(name)
                     self._guarded.append(Aliased(tensor, full_name))
+                    if _may_be_statistics(module, tensor):
+                        self._statistics.append(tensor)
         if small:
             self.then = Moment(small, [t if _is_dense(t) else _torch.bytes_of(t) for t in small])
 
@@ -205,6 +208,9 @@ class Buffers:
             self._see_what_has_grown()
         for buffer in self._guarded:
             buffer.fetch(frame)
+        statistics = [*filter(_torch.has_memory, self._statistics)]
+        if statistics:
+            undo.append((Moment.go_back, Moment(statistics, statistics)))
         flags = {module: getattr(module, "training", None) for module in self._flags}
         if flags != self._flags:
             undo.append((_set_flags, flags))
@@ -245,6 +251,13 @@ def _can_be_rewound(module: nn.Module, tensor: Tensor) -> bool:
     if not _is_dense(tensor):
         return _torch.memory_size(tensor) <= _SMALL
     return tensor.nbytes <= _SMALL and (type(tensor) is not Tensor or _torch.has_memory(tensor))
+
+
+def _may_be_statistics(module: nn.Module, tensor: Tensor) -> bool:
+    """Whether `F.batch_norm` may write a buffer that is not rewound, which no version shows."""
+    if isinstance(module, _LEAVES_NO_TRACE) or type(tensor) is not Tensor or tensor.is_inference():
+        return False
+    return tensor.dim() == 1 and tensor.is_floating_point() and _is_dense(tensor)
 
 
 def _set_flags(flags: dict[nn.Module, bool | None]) -> None:
