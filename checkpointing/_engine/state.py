@@ -85,7 +85,7 @@ def rngs_of(devices: Iterable[torch.device], generators: Iterable[torch.Generato
     return rngs + [(each.set_state, each.get_state) for each in generators]
 
 
-@cache  # the same setter for each draw: it is asked whether a state is known
+@cache  # one setter for each device, by which `Generators.enter` knows its state
 def _rng_of(device: torch.device) -> Rng:
     """An accelerator's default generator (`torch.<type>.get_rng_state`, one uint8 tensor)."""
     module = torch.get_device_module(device)

@@ -76,7 +76,7 @@ class Cutting:
     def least_peak(self, budget: int | None = None) -> tuple[int, Cuts]:
         """The least peak that cuts can have, and those cuts."""
         model = self.stretch.model
-        high = max(*model.backward, *model.live, 1)  # whatever is kept
+        high = max(*model.backward, *model.live, 1)  # no cut lowers these
         low = high - 1
         while not (best := self.cuts(high, budget, 1)):
             low, high = high, 2 * high

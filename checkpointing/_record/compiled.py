@@ -31,7 +31,8 @@ class CompiledCode:
         self._versions: dict[int, int] = {}
 
     def before(self, values: Any) -> bool:
-        if not torch.is_grad_enabled() and _torch.inductor_runs():
+        # What inductor has compiled always runs without grad mode.
+        if not torch.is_grad_enabled() and _torch.is_called_from("torch._inductor"):
             return False
         plain = [tensor for tensor in tensors_of(values) if type(tensor) is Tensor]
         for tensor in filter(_torch.has_storage, plain):

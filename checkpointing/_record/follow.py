@@ -227,8 +227,8 @@ class Follower(TorchDispatchMode, Position, Region):
                 torch.autograd.graph.increment_version(written)
 
     def _take(self, step: Step, args: Any, kwargs: Any, result: Any) -> Step:
-        """Put the tensors of a result into the next cells. Returns the step that this was: with as
-        many results."""
+        """Put the tensors of a result into the next cells, record a step that is new, and hold its
+        decisions. Returns the step that this was: with as many results."""
         tensors = tensors_of(result)
         # `split`, `unbind`: as many as there is room for.
         if step.count not in (None, len(tensors)):

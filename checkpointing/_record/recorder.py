@@ -140,7 +140,7 @@ class Recorder(Memories):
     def step(self, call: Any, given: dict[Any, Any]) -> Step:
         """What an operator is about to do with these arguments."""
         func, grad_mode, count, names = call
-        is_gathering = func is _torch.COPY and _torch.gathers_from_itself()
+        is_gathering = func is _torch.COPY and _torch.is_called_from(_torch.FSDP_GATHERS)
         info = GATHERING_COPY if is_gathering else info_of(func)
         self._step = step = Step(self.at[0], func, call, info, grad_mode=grad_mode)
         step.cells_before = len(self.memory_of)

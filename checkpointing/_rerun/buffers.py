@@ -95,7 +95,6 @@ class Buffers:
         ]
         self._frozen = [tensor for tensor in present.values() if not tensor.requires_grad]
         self._guarded: list[Aliased] = []
-        self._statistics: list[Tensor] = []  # among these
         if self._entries:
             self._capture()
 
@@ -118,8 +117,6 @@ class Buffers:
                 else:
                     full_name = type(module).__name__, Field(name)
                     self._guarded.append(Aliased(tensor, full_name))
-                    if _may_be_statistics(module, tensor):
-                        self._statistics.append(tensor)
         if small:
             self.then = Moment(small, [t if _is_dense(t) else _torch.bytes_of(t) for t in small])
 
@@ -161,8 +158,8 @@ class Buffers:
             buffers.update(_grown(module, numbers, buffers))
 
     def written(self) -> list[tuple[Tensor, str]]:
-        """The parameters that train and have been written since the forward, or have been frozen
-        then; and what of each has been written."""
+        """The parameters that train, and have been written since the forward or were frozen in it;
+        with what of each has changed, for messages."""
         unfrozen = [(each, "`requires_grad` of ") for each in self._frozen if each.requires_grad]
         written = [(each, "") for each, version in self._trained if each._version != version]
         return [*unfrozen, *written]
@@ -208,7 +205,7 @@ class Buffers:
             self._see_what_has_grown()
         for buffer in self._guarded:
             buffer.fetch(frame)
-        statistics = [*filter(_torch.has_memory, self._statistics)]
+        statistics = [*filter(_may_be_statistics, [buffer.packed for buffer in self._guarded])]
         if statistics:
             undo.append((Moment.go_back, Moment(statistics, statistics)))
         flags = {module: getattr(module, "training", None) for module in self._flags}
@@ -253,9 +250,9 @@ def _can_be_rewound(module: nn.Module, tensor: Tensor) -> bool:
     return tensor.nbytes <= _SMALL and (type(tensor) is not Tensor or _torch.has_memory(tensor))
 
 
-def _may_be_statistics(module: nn.Module, tensor: Tensor) -> bool:
-    """Whether `F.batch_norm` may write a buffer that is not rewound, which no version shows."""
-    if isinstance(module, _LEAVES_NO_TRACE) or type(tensor) is not Tensor or tensor.is_inference():
+def _may_be_statistics(tensor: Tensor) -> bool:
+    """Whether `F.batch_norm` may write a large buffer, which no version shows."""
+    if type(tensor) is not Tensor or tensor.is_inference() or _torch.memory_size(tensor) <= _SMALL:
         return False
     return tensor.dim() == 1 and tensor.is_floating_point() and _is_dense(tensor)
 

@@ -61,7 +61,7 @@ class Calling:
         self._count = len(frame.holders)  # the slots of the forward
         self._versions: dict[int, int] = {}  # by slot: of the tensors that are delivered
         self._copies = _torch.Copies()
-        # By id: parameters, and what of them has been written.
+        # By id: parameters, and what of them has changed.
         self._refused: dict[int, tuple[Tensor, str]] = {}
         self._met: set[Any] = {None}  # nodes that depend on none of them
         self._around = _torch.graph_task_id()

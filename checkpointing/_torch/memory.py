@@ -269,4 +269,5 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     plain = tensor.resolve_conj().resolve_neg().contiguous()
+    # One element may have any stride.
     return plain.as_strided((plain.numel(),), (1,), plain.storage_offset()).view(torch.uint8)

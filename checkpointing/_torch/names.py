@@ -445,27 +445,18 @@ if torch.backends.cuda.is_built():
         (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     )
 
-# ---- FSDP2
+# ---- compiled code, and FSDP2
+
+# With one process, it gathers parameters with an operator that others use, too.
+FSDP_GATHERS = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 
-def gathers_from_itself() -> bool:
-    """Whether FSDP2 gathers parameters, for one process: with the operators of everybody."""
-    if "torch.distributed.fsdp" not in sys.modules:
+def is_called_from(module: str) -> bool:
+    """Whether code of a module, or of a package, is on the stack."""
+    if module not in sys.modules:
         return False
-    frames = traceback.walk_stack(sys._getframe(2))
-    return any(frame.f_code.co_name == "wait_for_unshard" for frame, _ in frames)
-
-
-# ---- compiled code
-
-
-def inductor_runs() -> bool:
-    """Whether this is called from code that inductor has compiled, which always runs without grad
-    mode."""
-    return any(
-        frame.f_globals.get("__name__", "").startswith("torch._inductor.")
-        for frame, _ in traceback.walk_stack(sys._getframe(2))
-    )
+    frames = traceback.walk_stack(sys._getframe(1))
+    return any(frame.f_globals.get("__name__", "").startswith(module) for frame, _ in frames)
 
 
 def keep_dynamo_out(module: ModuleType) -> None:
