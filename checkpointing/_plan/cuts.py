@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -39,8 +39,9 @@ class Label(NamedTuple):
 
     held: int
     work: float  # that is repeated
-    kept: frozenset[int]
     cuts: tuple[int, ...]  # the starts of its segments
+    before: frozenset[int]  # what is kept for those before the last one,
+    reads: Sequence[int]  # and what the window of that reads
 
 
 class Cutting:
@@ -94,12 +95,13 @@ class Cutting:
         there may be several labels at a position, others that repeat less."""
         stretch, memories = self.stretch, self.stretch.memories
         best: dict[int, list[Label]] = defaultdict(list)
-        best[0] = [Label(0, 0.0, frozenset(), ())]
+        best[0] = [Label(0, 0.0, (), frozenset(), ())]
         limit = peak if budget is None else min(peak, budget)
         for start in stretch.positions[:-1]:
             opening = self._openings[start]
             for label in best[start]:
-                costs = [0 if n in label.kept else memories[n].cost for n in opening.across]
+                cuts, before = (*label.cuts, start), label.before.union(label.reads)
+                costs = [0 if n in before else memories[n].cost for n in opening.across]
                 # By how many of these are held: bytes.
                 held_by = [*accumulate(costs, initial=label.held)]
                 for segment in opening.segments(peak):
@@ -108,20 +110,30 @@ class Cutting:
                     if held > limit or held + segment.need > peak:
                         break  # longer ones read and need as much, or more
                     work = label.work + segment.work if most > 1 else 0.0
-                    if any(x.held <= held and x.work <= work for x in there):
+                    if _has_better(there, held, work):
                         continue
-                    kept = label.kept.union(opening.across[: segment.reads])
-                    if self._fits(held, kept, segment.worst, peak):
-                        _add(there, Label(held, work, kept, (*label.cuts, start)), most)
+                    new = Label(held, work, cuts, before, opening.across[: segment.reads])
+                    if self._fits(new, segment.worst, peak):
+                        _add(there, new, most)
         return [label.cuts[1:] for label in best[stretch.model.count]]
 
-    def _fits(self, held: int, kept: Iterable[int], worst: int, peak: int) -> bool:
+    def _fits(self, label: Label, worst: int, peak: int) -> bool:
         """Whether the forward has room at this step for what is kept, and has died by then."""
         room = peak - self.stretch.model.live[worst]
-        if held <= room:
+        if label.held <= room:
             return True
-        dead = [n for n in kept if self.stretch.memories[n].dies <= worst]
-        return self.stretch.cost(dead) <= room
+        kept, memories = label.before.union(label.reads), self.stretch.memories
+        return self.stretch.cost([n for n in kept if memories[n].dies <= worst]) <= room
+
+
+def _has_better(labels: list[Label], held: int, work: float) -> bool:
+    """Whether one holds no more, and repeats no more. They hold more, one after the other."""
+    for label in labels:
+        if label.held > held:
+            return False
+        if label.work <= work:
+            return True
+    return False
 
 
 def _add(labels: list[Label], new: Label, most: int) -> None:

@@ -175,26 +175,25 @@ class Filling:
         remains is at the end, where no replay has to come by it again."""
         # The largest peaks from each position, and from each segment, on; but for what is added.
         forward, backward = _largest_from(self.forward), _largest_from(self.peaks)
-        order = 1 if self.model.is_part else -1
         before, added = self.nbytes, 0
-        self._readers = {  # that run again
-            number: self.again.intersection(memory.readers)
-            for number, memory in self.memories.items()
-        }
-        results = {index: self._results(index) for index in self.again}
-        worths = {index: self._worth(index, made) for index, made in results.items() if made}
-        for index in sorted(worths, key=lambda index: (-worths[index], order * index)):
-            made = results[index]
-            nbytes = self.stretch.cost(made)
+
+        def has_room(index: int) -> bool:
+            nbytes = self.stretch.cost(results[index])
+            if self.budget is not None:
+                return before + added + nbytes <= self.budget
+            dies = min([self.memories[number].dies for number in results[index]])
             first = bisect_right(self.ends, index)  # its own segment has them anyway
-            if self.budget is None:
-                dies = min([self.memories[number].dies for number in made])
-                peak = max(added + forward[min(dies, len(self.forward))], backward[first])
-                has_room = peak + nbytes <= self.most
-            else:
-                has_room = before + added + nbytes <= self.budget
-            if has_room:
-                self.kept |= made
+            peak = max(added + forward[min(dies, len(self.forward))], backward[first])
+            return peak + nbytes <= self.most
+
+        results = {index: self._results(index) for index in self.again}
+        possible = [index for index, made in results.items() if made and has_room(index)]
+        worths = {index: self._worth(index, results[index]) for index in possible}
+        order = 1 if self.model.is_part else -1
+        for index in sorted(worths, key=lambda index: (-worths[index], order * index)):
+            if has_room(index):
+                nbytes, first = self.stretch.cost(results[index]), bisect_right(self.ends, index)
+                self.kept |= results[index]
                 added += nbytes
                 self.peaks[first:] = [peak + nbytes for peak in self.peaks[first:]]
                 backward = _largest_from(self.peaks)
@@ -215,7 +214,7 @@ class Filling:
                 memory = memories[number]
                 if number in self.kept or (number in saved and number not in made):
                     continue
-                if not (number in made or gone.issuperset(self._readers[number])):
+                if not (number in made or gone.issuperset(again.intersection(memory.readers))):
                     continue
                 if memory.maker in again and memory.maker not in gone:
                     gone.add(memory.maker)
