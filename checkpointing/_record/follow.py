@@ -265,9 +265,10 @@ class Follower(TorchDispatchMode, Position, Region):
         info = info_of(func)
         if info.is_passed:
             return info.run(*args, **kwargs)
-        if info.parts is not None:
+        parts = _torch.parts_of(func, tensors_of(given)) if info.is_composite else None
+        if parts is not None:
             with self:
-                return info.parts(*args, **kwargs)
+                return parts(*args, **kwargs)
         if self._sees_more() or self._begins_anew(info):
             return self.__torch_dispatch__(func, types, args, kwargs)
         self.own_program()

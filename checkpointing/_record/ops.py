@@ -28,7 +28,7 @@ class Info:
         self.run = _torch.quick_call(func)
         # In inference mode, one that consists of others comes whole. It may write, or show memory,
         # as no schema says. (`set_` would come back in its first form: see TAKE_STORAGE.)
-        self.parts = None if self.base == "set_" else _torch.parts_of(func)
+        self.is_composite = self.base != "set_" and _torch.is_composite(func)
         self.statistics, self.switch = STATISTICS.get(name, ((), None))
         self.communicates = space in COMMUNICATION
         self.gathers = space == "fsdp"  # parameters into memory that is given back

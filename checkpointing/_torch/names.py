@@ -244,15 +244,28 @@ def quick_call(func: Any) -> Any:
     return func._op if type(func) is OpOverload else func
 
 
+_has_kernel = _C._dispatch_has_kernel_for_dispatch_key
 _COMPOSITE = _C.DispatchKey.CompositeImplicitAutograd
+_COMPOSITE_NESTED = _C.DispatchKey.CompositeImplicitAutogradNestedTensor
 
 
-def parts_of(func: Any) -> Any:
-    """How an operator runs that consists of others, so that modes see these; None for others."""
-    if not isinstance(func, OpOverload):
-        return None
-    is_composite = _C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
-    return partial(func._op_dk, _COMPOSITE) if is_composite else None
+def is_composite(func: Any) -> bool:
+    """Whether an operator consists of others where no backend has a kernel of its own."""
+    return isinstance(func, OpOverload) and _has_kernel(func.name(), _COMPOSITE)
+
+
+def parts_of(func: Any, tensors: Sequence[Tensor]) -> Any:
+    """How a composite operator runs on these tensors, so that modes see its parts; None if their
+    backend has a kernel for it: `silu_backward` on a CPU, `matmul` of nested tensors."""
+    name, key = func.name(), _COMPOSITE
+    for tensor in tensors:
+        backend = _C._dispatch_key_for_device(tensor.device.type)
+        if tensor.is_nested:
+            backend = f"NestedTensor{backend}"
+            key = _COMPOSITE_NESTED if _has_kernel(name, _COMPOSITE_NESTED) else key
+        if _has_kernel(name, backend):
+            return None
+    return partial(func._op_dk, key)
 
 
 # The context manager costs more than the setting.

@@ -264,6 +264,26 @@ class Constructs:
         h = nn.functional.layer_norm(h, (6,))
         return h.values().exp() * y
 
+    # A rerun makes another ragged size.
+    @case(refused=RERUN)
+    def jagged_attention(x, y):
+        """Matrix products that consist of others, but have kernels for nested tensors."""
+        n = torch.nested.nested_tensor_from_jagged(x * 1, offsets=torch.tensor([0, 1, 4]))
+        q = n.unflatten(-1, [2, 3]).transpose(1, 2)
+        h = nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(-2)
+        return h.values().exp() * y
+
+    @case
+    def gradients_inside_that_have_kernels_of_their_own(x, y):
+        """They consist of others on some devices, with other roundings."""
+        parts = []
+        for function in (nn.functional.silu, nn.functional.mish):
+            for create_graph in (False, True):
+                w = (torch.arange(900.0, requires_grad=True) / 100 - 4.5).float()
+                out = function(w * x.sum().float()).sum() * 1.7
+                parts += torch.autograd.grad(out, w, create_graph=create_graph)
+        return [part.double() * y.sum() for part in parts]
+
     @case
     def nested_sparse_and_tagged(x, y):
         n = torch.nested.as_nested_tensor([x[:1].sin(), x[1:]])
