@@ -362,7 +362,7 @@ class Follower(TorchDispatchMode, Position, Region):
 def _leave_alone(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator as without a block: versions are counted up."""
     info = info_of(func)
-    result = func(*args, **kwargs)
+    result = info.run(*args, **kwargs)
     if info.is_uncounted:
         torch.autograd.graph.increment_version(info.targets_of(args, kwargs))
     return result

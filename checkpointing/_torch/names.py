@@ -244,6 +244,19 @@ def quick_call(func: Any) -> Any:
     return func._op if type(func) is OpOverload else func
 
 
+def with_lazy_conj(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of an operator that calls others inside. A mode runs it where `conj` and `imag` of
+    complex numbers are lazy, but operators don't look: they compute with other numbers."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        hidden = _C._dispatch_tls_local_exclude_set() - _LAZY
+        with _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), hidden):
+            return call(*args, **kwargs)
+
+    return called
+
+
+_LAZY = _C.DispatchKeySet(_C.DispatchKey.Conjugate) | _C.DispatchKeySet(_C.DispatchKey.Negative)
 _has_kernel = _C._dispatch_has_kernel_for_dispatch_key
 _COMPOSITE = _C.DispatchKey.CompositeImplicitAutograd
 _COMPOSITE_NESTED = _C.DispatchKey.CompositeImplicitAutogradNestedTensor
@@ -265,7 +278,7 @@ def parts_of(func: Any, tensors: Sequence[Tensor]) -> Any:
             key = _COMPOSITE_NESTED if _has_kernel(name, _COMPOSITE_NESTED) else key
         if _has_kernel(name, backend):
             return None
-    return partial(func._op_dk, key)
+    return with_lazy_conj(partial(func._op_dk, key))
 
 
 # The context manager costs more than the setting.

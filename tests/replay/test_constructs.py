@@ -57,6 +57,11 @@ def bump(x: torch.Tensor, by: float) -> None:
     x.numpy()[...] += by
 
 
+@torch.library.custom_op("tests::mirrored", mutates_args=())
+def mirrored(z: torch.Tensor) -> torch.Tensor:
+    return z.conj() * z.imag
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -283,6 +288,18 @@ class Constructs:
                 out = function(w * x.sum().float()).sum() * 1.7
                 parts += torch.autograd.grad(out, w, create_graph=create_graph)
         return [part.double() * y.sum() for part in parts]
+
+    @case(backwards=("first", "partial"))
+    def conj_inside_operators(x, y):
+        """Under a mode, an operator would compute with numbers that `conj` has yet to change."""
+        z = torch.complex(x.sin(), y * 1)
+        with torch.inference_mode():
+            inside = torch.fft.hfft(z.detach()), torch.linalg.vecdot(z.detach(), z.detach().exp())
+        wave, product = map(torch.clone, inside)
+        h = torch.linalg.pinv(z)[:1].real * mirrored(z.detach()).abs()[:, :1].T
+        ways = (lambda z: z.conj() * 2), (lambda z: z.conj() * 3)
+        picked = torch.cond(x.sum() > 0, *ways, (z.detach(),))
+        return h.exp(), x * wave[:, :6] * product.real[:, None], y * picked.angle()
 
     @case
     def nested_sparse_and_tagged(x, y):
