@@ -35,7 +35,7 @@ class Info:
         # Custom operators may draw random numbers without torch's tag: compare the generators.
         self.custom = space not in ("aten", "prim", "prims")
         if self.custom or self.is_composite or self.base == "linalg_pinv":
-            self.run = _torch.with_lazy_conj(self.run)
+            self.run = _torch.with_others_inside(self.run)
         self.may_draw = self.custom or torch.Tag.nondeterministic_seeded in tags
         self.is_pointwise = torch.Tag.pointwise in tags or func is _torch.CAST
         self.sizes_depend_on_data = torch.Tag.dynamic_output_shape in tags

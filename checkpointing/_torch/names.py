@@ -244,19 +244,31 @@ def quick_call(func: Any) -> Any:
     return func._op if type(func) is OpOverload else func
 
 
-def with_lazy_conj(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of an operator that calls others inside. A mode runs it where `conj` and `imag` of
-    complex numbers are lazy, but operators don't look: they compute with other numbers."""
+def with_others_inside(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of an operator that calls others inside. These work as in plain code: a mode runs
+    operators where complex numbers are conjugated without being looked at, and transforms fail; a
+    replay, where functions are hidden from modes and subclasses."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        hidden = _C._dispatch_tls_local_exclude_set() - _LAZY
-        with _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), hidden):
+        shown = _C._dispatch_tls_local_include_set()
+        hidden = _C._dispatch_tls_local_exclude_set() - _NOT_HIDDEN
+        with _C._ForceDispatchKeyGuard(shown, hidden), _C._EnableTorchFunction():
             return call(*args, **kwargs)
 
     return called
 
 
-_LAZY = _C.DispatchKeySet(_C.DispatchKey.Conjugate) | _C.DispatchKeySet(_C.DispatchKey.Negative)
+_NOT_HIDDEN = _C.DispatchKeySet(_C.DispatchKey.Conjugate)
+for _key in (
+    _C.DispatchKey.Negative,
+    _C.DispatchKey.ZeroTensor,
+    _C.DispatchKey.FuncTorchBatched,
+    _C.DispatchKey.FuncTorchVmapMode,
+    _C.DispatchKey.FuncTorchGradWrapper,
+    _C.DispatchKey.FuncTorchDynamicLayerFrontMode,
+    _C.DispatchKey.FuncTorchDynamicLayerBackMode,
+):
+    _NOT_HIDDEN = _NOT_HIDDEN.add(_key)
 _has_kernel = _C._dispatch_has_kernel_for_dispatch_key
 _COMPOSITE = _C.DispatchKey.CompositeImplicitAutograd
 _COMPOSITE_NESTED = _C.DispatchKey.CompositeImplicitAutogradNestedTensor
@@ -278,7 +290,7 @@ def parts_of(func: Any, tensors: Sequence[Tensor]) -> Any:
             key = _COMPOSITE_NESTED if _has_kernel(name, _COMPOSITE_NESTED) else key
         if _has_kernel(name, backend):
             return None
-    return with_lazy_conj(partial(func._op_dk, key))
+    return with_others_inside(partial(func._op_dk, key))
 
 
 # The context manager costs more than the setting.

@@ -5,6 +5,7 @@ import torch
 from oracle import ALL, REGIONS, REPLAY, RERUN, Table, bits, leaves
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from checkpointing import keep
@@ -55,6 +56,19 @@ class SavesIntermediate(Function):
 @torch.library.custom_op("tests::bump", mutates_args=("x",))
 def bump(x: torch.Tensor, by: float) -> None:
     x.numpy()[...] += by
+
+
+class NoSin(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return args[0] * 3 if func is torch.sin else func(*args, **(kwargs or {}))
+
+
+@torch.library.custom_op("tests::full_of_tricks", mutates_args=())
+def full_of_tricks(x: torch.Tensor) -> torch.Tensor:
+    by_rows = torch.func.vmap(lambda row: row.sin().sum() * row)(x)
+    _, tangent = torch.func.jvp(torch.exp, (x,), (by_rows,))
+    with NoSin():
+        return torch.sin(tangent) + torch._efficientzerotensor(x.shape, dtype=x.dtype)
 
 
 @torch.library.custom_op("tests::mirrored", mutates_args=())
@@ -288,6 +302,11 @@ class Constructs:
                 out = function(w * x.sum().float()).sum() * 1.7
                 parts += torch.autograd.grad(out, w, create_graph=create_graph)
         return [part.double() * y.sum() for part in parts]
+
+    @case
+    def transforms_and_modes_inside_operators(x, y):
+        tricky = full_of_tricks(full_of_tricks(x.detach().sin() / 9).exp() / 99)
+        return x * tricky, (y * tricky.exp()).sin()
 
     @case(backwards=("first", "partial"))
     def conj_inside_operators(x, y):
