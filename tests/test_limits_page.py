@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from oracle import at_once, integers as whole, leaf, plain, rerun as c, scope as s
+from oracle import PassThrough, at_once, integers as whole, leaf, plain, rerun as c, scope as s
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 import checkpointing
@@ -204,6 +205,10 @@ def test_tensors_whose_memory_is_exchanged_in_a_block():
     assert not torch.equal(gradient(True), want)
     with checkpoint_scope(), pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(torch.ones(3) * 2, torch.ones(3) * 3)
+    with PassThrough(), pytest.raises(RuntimeError, match="CausalBias"):
+        causal_lower_right(4, 4)
+    with checkpoint_scope(), pytest.raises(RuntimeError, match="CausalBias"):
+        causal_lower_right(4, 4)
 
     def written(read, door):
         def body(x):
