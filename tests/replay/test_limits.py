@@ -310,7 +310,14 @@ def test_a_mode_that_changes_results_belongs_inside(inside, door):
 @WHERE
 def test_composite_operators_compute_as_under_any_dispatch_mode(door):
     many, one = torch.randn(4, 3, 3, requires_grad=True), torch.randn(1, 3, 3)
-    for function in (lambda many: many @ one, lambda many: torch.linalg.svdvals(many.detach())):
+    weight = nn.Parameter(torch.randn(3, 3))
+
+    @torch.inference_mode()
+    def linear(many):
+        return F.linear(many.detach().transpose(0, 1), weight, one[0, 0])
+
+    values = lambda many: torch.linalg.svdvals(many.detach())
+    for function in (lambda many: many @ one, values, linear):
         with PassThrough():
             want = function(many)
         assert torch.equal(door(function, many), want)
