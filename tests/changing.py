@@ -10,7 +10,7 @@ import warnings
 from types import SimpleNamespace
 
 import torch
-from oracle import REGIONS, bits, differences, tensors, weigh
+from oracle import REGIONS, bits, differences, seed, tensors, weigh
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -327,7 +327,7 @@ CASES = {name: case for name, case in vars(Cases).items() if not name.startswith
 
 def forward(case, n, region, m):
     m.leaves, m.modules = [], []
-    torch.manual_seed(n)
+    seed(n)
     outputs = tensors(case(n, region, m))
     seen = {"outputs": bits(outputs), "random stream": bits(torch.get_rng_state())}
     wanted = {id(t): t for t in [*m.leaves, *(p for each in m.modules for p in each.parameters())]}

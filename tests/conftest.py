@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from oracle import seed
 from torch.utils.flop_counter import FlopCounterMode
 
 from checkpointing import clear_programs
@@ -33,7 +34,7 @@ settings.load_profile("ci")
 @pytest.fixture(autouse=True)
 def seeded():
     """Every test starts from the same random stream, and without programs."""
-    torch.manual_seed(0)
+    seed(0)
     clear_programs()
 
 

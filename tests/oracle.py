@@ -235,6 +235,14 @@ def same(have: Any, want: Any) -> None:
 # ---- what can be seen of a program
 
 
+def seed(number: int) -> None:
+    """As `torch.manual_seed`, which formats the stack anew for each accelerator that is absent."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
+
+
 def streams() -> Any:
     """The random streams of the CPU and, where there is one, of the GPU."""
     on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
@@ -287,12 +295,12 @@ BACKWARDS = {"first": _first, "second": _of_order(2), "third": _of_order(3), "pa
 
 
 def observe(program: Function, region: Function, make: Function, backward: str) -> dict[str, Any]:
-    torch.manual_seed(1)
+    seed(1)
     leaves = make()
     modules = [m for m in leaves if isinstance(m, nn.Module)]
     inputs = [t for t in tensors(leaves) if t.requires_grad]
     inputs += [p for m in modules for p in m.parameters() if p.requires_grad]
-    torch.manual_seed(2)
+    seed(2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         returned = program(region, *leaves)
@@ -416,7 +424,7 @@ def leaves(*modules: Function, shape: tuple[int, ...] = (4, 6), **options: Any) 
     options = options or {"dtype": torch.float64}
 
     def make() -> tuple[Any, ...]:
-        torch.manual_seed(3)
+        seed(3)
         two = [torch.randn(shape, **options, requires_grad=True) for _ in range(2)]
         return (*two, *[m().to(**options) for m in modules])
 
@@ -542,7 +550,7 @@ def same_bits(door, program):
     """A program leaves the same bits behind with regions as without."""
 
     def run(door):
-        torch.manual_seed(0)
+        seed(0)
         result = program(door)
         return [bits(t) for t in result], streams()
 

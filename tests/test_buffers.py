@@ -13,7 +13,7 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import WAYS, at_once, bits, count, plain
+from oracle import WAYS, at_once, bits, count, plain, seed
 from torch import nn
 from torch.ao import quantization
 from torch.nn.utils import parametrizations
@@ -324,7 +324,7 @@ MODULES = {
 
 
 def made(name):
-    torch.manual_seed(1)
+    seed(1)
     return MODULES[name]()
 
 
@@ -336,7 +336,7 @@ def left(model, *tensors):
 
 
 def train(model, fn, backward_in_evaluation=False):
-    torch.manual_seed(0)
+    seed(0)
     seen = []
     for _ in range(3):
         x = leaf()
@@ -658,7 +658,7 @@ def test_a_rerun_finds_the_training_flags_of_the_forward(switch, door):
     before, between = SWITCHES[switch]
 
     def run(door):
-        torch.manual_seed(0)
+        seed(0)
         model, x = made("modes"), leaf()
         before(model)
         y = door(model)(x)

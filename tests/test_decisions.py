@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from oracle import NO_ROOM, PLANNED, SEED, replay, scope, shaken, tensors, through
+from oracle import NO_ROOM, PLANNED, SEED, replay, scope, seed, shaken, tensors, through
 from torch import nn
 
 from checkpointing import MismatchError, auto, checkpoint_scope, checkpointed, keep, offload
@@ -132,7 +132,7 @@ def by_turns(programs):
 
 def gradients(door, use, steps=2):
     """Of some steps, with the noise of plain code in the forward."""
-    torch.manual_seed(0)
+    seed(0)
     layers = [Layer(use) for _ in range(2)]
     found = []
     for step in range(steps):

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from oracle import bits, count
+from oracle import bits, count, seed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -60,7 +60,7 @@ each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 def step(model, run=None):
     """The bits that one step leaves behind, and how many blocks were computed again in backward."""
-    torch.manual_seed(1)
+    seed(1)
     model.zero_grad()
     loss = (model if run is None else run)(X).square().sum()
     again = count(loss.backward).get("relu", 0)
@@ -384,7 +384,7 @@ def test_fully_sharded(group, when, options):
         fully_shard(part, mesh=mesh)
     if handle is None:
         handle = checkpoint_modules(model, Block if when == "after" else Model, **options)
-    torch.manual_seed(1)
+    seed(1)
     loss = model(X).square().sum()
     assert count(loss.backward)["relu"] == 3
     assert [bits(p.grad.to_local()) for p in model.parameters()] == want[2][1:]

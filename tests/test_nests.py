@@ -532,7 +532,7 @@ def run(source: str, space: dict[str, Any]) -> list[Any]:
 
     space = {**space, "see": see}
     exec(compile(source, "<program>", "exec"), space)
-    torch.manual_seed(11)
+    oracle.seed(11)
     n = space["N"]
     a, b = torch.randn(n, n, requires_grad=True), torch.randn(n, n, requires_grad=True)
     c, w = torch.randn(n, n), nn.Parameter(torch.randn(n, n))

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from oracle import EACH_WAY, NO_ROOM, PLANNED, bits, leaf, plain, planned, scope, weigh
+from oracle import EACH_WAY, NO_ROOM, PLANNED, bits, leaf, plain, planned, scope, seed, weigh
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -45,7 +45,7 @@ HOOKS = {
 
 def gradients(function, hooks=contextlib.nullcontext, make=lambda: (leaf(4, 4), leaf(4, 4))):
     """Two backwards through one graph, and a second derivative."""
-    torch.manual_seed(1)
+    seed(1)
     leaves = make()
     with hooks():
         loss = function(*leaves).sin().sum()
