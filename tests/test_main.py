@@ -6,7 +6,7 @@ from collections import namedtuple
 
 import pytest
 import torch
-from beside import Program
+from beside import Code
 
 from checkpointing import __main__ as job, checkpointed
 
@@ -118,7 +118,9 @@ def test_operations_and_bytes_are_counted():
 
 
 def test_the_command_exits_with_the_status():
-    command = Program("-m", "checkpointing", "--width", "wide")
+    """It is what `python -m` does."""
+    code = "import runpy; runpy.run_module('checkpointing', run_name='__main__', alter_sys=True)"
+    command = Code(code, "--width", "wide")
     assert (command.outcome.returncode, command.outcome.stdout) == (2, "")
 
 
