@@ -119,11 +119,14 @@ def all_ways(stretch):
         yield from itertools.combinations(sorted(inner), count)
 
 
-def keeping(stretch, cuts, more):
-    """A way to cut that keeps the results of these steps, too."""
+def keeping(stretch, cuts, choices):
+    """A way to cut that keeps the results of some steps, too: those of each choice in turn."""
     filling = Filling(stretch, cuts)
-    filling.keep(filling.kept.union(*map(filling._results, more)))
-    return filling
+    kept, steps = filling.kept, {*itertools.chain(*choices)}
+    results = {step: filling._results(step) for step in steps}
+    for choice in choices:
+        filling.keep(kept.union(*map(results.get, choice)))
+        yield filling
 
 
 def work_of(stretch, again):
@@ -153,13 +156,13 @@ def test_no_other_choice_recomputes_less(build, part):
     steps = sorted(most.again, key=lambda index: -stretch.model.work[index])[:8]
     ways = [cuts for cuts in all_ways(stretch) if len(cuts) <= 3]
     draw = random.Random(0)
+    choices = [more for n in range(len(steps) + 1) for more in itertools.combinations(steps, n)]
     exact = min(
         (
             work_of(stretch, filling.again)
             for cuts in draw.sample(ways, min(24, len(ways)))
-            for count in range(len(steps) + 1)
-            for more in itertools.combinations(steps, count)
-            if (filling := keeping(stretch, cuts, more)).peak <= peak
+            for filling in keeping(stretch, cuts, choices)
+            if filling.peak <= peak
         ),
         default=float("inf"),
     )
@@ -193,7 +196,7 @@ def test_peaks_are_sums_over_what_is_there(build):
     for _ in range(8):
         inner = stretch.positions[1:-1]
         cuts = sorted(draw.sample(inner, draw.randrange(len(inner))))
-        filling = keeping(stretch, cuts, draw.sample(range(model.count), model.count // 3))
+        (filling,) = keeping(stretch, cuts, [draw.sample(range(model.count), model.count // 3)])
         ends = [0, *cuts, model.count]
         for (start, end), found in zip(itertools.pairwise(ends), filling.peaks, strict=True):
             there = []
