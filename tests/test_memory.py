@@ -2,6 +2,7 @@
 levels, where a replay larger than the budget makes cuts of its own."""
 
 import contextlib
+import functools
 import math
 from collections import Counter
 
@@ -52,16 +53,19 @@ def chain(n):
     return run, x
 
 
-def replayed(n, units):
+@functools.cache
+def measured(n, units):
+    """How often each step runs again, and the peak of memory in units."""
     run, x = chain(n)
-    want = torch.autograd.grad(run(), x)[0]
+    (want,) = torch.autograd.grad(run(), x)
     call = scoped(run, budget=units * UNIT)
-    torch.autograd.grad(call(), x)  # from the second time on the program is known
+    call().backward()  # from the second time on the program is known
     loss = call()
     ran.clear()
-    have = torch.autograd.grad(loss, x)[0]
+    (have,) = torch.autograd.grad(loss, x)
     assert bits(have) == bits(want)
-    return list(ran)
+    often = Counter(ran)
+    return often, memory_of(call).peak / UNIT
 
 
 @pytest.mark.parametrize(
@@ -81,19 +85,13 @@ def replayed(n, units):
 )
 def test_how_often_each_step_runs_again(n, units, times):
     """How many steps run again once, twice and so on."""
-    often = Counter(replayed(n, units))
+    often, _ = measured(n, units)
     assert dict(sorted(Counter(often.values()).items())) == times
-
-
-def peak(n, units):
-    run = scoped(chain(n)[0], budget=units * UNIT)
-    run().backward()
-    return memory_of(run).peak / UNIT
 
 
 def test_memory_grows_like_the_logarithm_of_depth_with_one_checkpoint():
     """Eight times the depth needs a few values more."""
-    few, many = peak(64, 1), peak(512, 1)
+    (_, few), (_, many) = measured(64, 1), measured(512, 1)
     assert few <= 2 * math.log2(64)
     assert many <= min(2 * math.log2(512), few + 6)
 
@@ -102,8 +100,9 @@ def test_memory_grows_like_the_logarithm_of_depth_with_one_checkpoint():
 def test_memory_grows_like_the_square_root_of_depth_with_as_many_checkpoints(n):
     """As without a budget, and no second level is needed."""
     units = round(math.sqrt(2 * n))
-    assert peak(n, units) <= 2 * units + 6
-    assert max(Counter(replayed(n, units)).values()) <= 2
+    often, peak = measured(n, units)
+    assert peak <= 2 * units + 6
+    assert max(often.values()) <= 2
 
 
 DEPTH, WIDTH, ROWS = 12, 32, 64
