@@ -1,6 +1,7 @@
 """Whole models with their losses. Targets of detection and segmentation are padded by rows and
 matched, image by image; noise before each router of experts is that of kernels on a GPU."""
 
+import functools
 import itertools
 
 import pytest
@@ -100,6 +101,7 @@ def steps(name, policy=None, regions=True, noise=False):
     return losses, found
 
 
+plain = functools.cache(functools.partial(steps, regions=False))
 OF_EXPERTS = ["per layer", auto(), auto(budget="4 KiB"), offload(auto(), min_bytes=0)]
 RIGHT = itertools.product(DETECTORS, [None, auto(), auto(budget="1 MiB")])
 
@@ -107,7 +109,7 @@ RIGHT = itertools.product(DETECTORS, [None, auto(), auto(budget="1 MiB")])
 @pytest.mark.parametrize("policy", OF_EXPERTS, ids=str)
 @pytest.mark.parametrize("name", EXPERTS)
 def test_routes_are_never_chosen_again(name, policy):
-    want, right = steps(name, regions=False, noise=True)
+    want, right = plain(name, noise=True)
     have, found = steps(name, policy, noise=True)
     assert have == want
     for one, two in zip(right, found, strict=True):
@@ -118,4 +120,4 @@ def test_routes_are_never_chosen_again(name, policy):
     ("name", "policy"), [*RIGHT, *itertools.product(EXPERTS, OF_EXPERTS[:2])], ids=str
 )
 def test_without_noise_the_bits_are_those_of_plain_code(name, policy):
-    assert bits(steps(name, policy)) == bits(steps(name, regions=False))
+    assert bits(steps(name, policy)) == bits(plain(name))
