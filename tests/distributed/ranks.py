@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which each rank would import
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from oracle import plain
