@@ -15,7 +15,7 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -543,6 +543,11 @@ def run(source: str, space: dict[str, Any]) -> list[Any]:
     return seen
 
 
+@lru_cache(maxsize=8)
+def plain_run(source: str) -> list[Any]:
+    return run(source, PLAIN)
+
+
 @pytest.fixture(autouse=True)
 def watched(frozen: None) -> Iterator[None]:
     """Only reference counts may free what the library makes. Numbers are doubles."""
@@ -566,7 +571,7 @@ def repaired(lines: list[str]) -> list[str] | None:
     """The lines without those that plain code can't do."""
     for _ in range(60):
         try:
-            run("\n".join(lines), PLAIN)
+            plain_run("\n".join(lines))
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             failed = [frame.lineno - 1 for frame in frames if frame.filename == "<program>"]
@@ -588,10 +593,10 @@ def repaired(lines: list[str]) -> list[str] | None:
 FINE = ("right", "refused", "skipped")
 
 
-def judge(source: str, space: dict[str, Any], plain: dict[str, Any] = PLAIN) -> str:
+def judge(source: str, space: dict[str, Any], plain: Callable[..., Any] = plain_run) -> str:
     """Whether a program is right, refused or skipped, or what is wrong."""
     try:
-        want = run(source, plain)
+        want = plain(source)
     except Exception:
         return "skipped"
     before = state()

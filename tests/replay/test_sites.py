@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from oracle import LETTERS, PLANNED
-from test_nests import OPEN, PLAIN, called, judge, watched  # noqa: F401
+from test_nests import OPEN, PLAIN, called, judge, run, watched  # noqa: F401
 from torch.utils.checkpoint import checkpoint
 
 from checkpointing import auto, clear_programs, offload
@@ -66,6 +66,7 @@ NAMES = {
 }
 PLAIN = PLAIN | NAMES | {"in_plain_code_a_copy": torch.clone, "doors": [called] * 4}
 PLAIN["theirs"] = called
+in_plain_code = partial(run, space=PLAIN)
 OPEN = OPEN | NAMES | {"in_plain_code_a_copy": lambda t: t}
 OPEN["doors"] = [LETTERS[letter] for letter in "sprb"]
 OPEN["theirs"] = lambda f: partial(checkpoint, f, use_reentrant=False)
@@ -333,7 +334,7 @@ HOLES = {
 @pytest.mark.parametrize("name", HOLES)
 def test_programs_that_each_found_a_hole_are_right(name):
     head = "N = 4\ndef program(a, b, c, w, bn, lin, drop):"
-    assert judge(head + HOLES[name], OPEN, PLAIN) == "right"
+    assert judge(head + HOLES[name], OPEN, in_plain_code) == "right"
 
 
 SITES = {  # kinds of runs that go through one site, and what each does
@@ -412,4 +413,4 @@ def program(a, b, c, w, bn, lin, drop):
             with scope(policy):
 {textwrap.indent(body, " " * 12)}
             see(grad([y], [w]))"""
-    assert judge(source, OPEN, PLAIN) == "right"
+    assert judge(source, OPEN, in_plain_code) == "right"
