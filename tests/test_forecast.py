@@ -111,10 +111,14 @@ def test_each_row_is_what_a_step_takes(name, bf16):
     assert len(rows) >= 6
     assert len({(row.peak, row.recomputed) for row in rows}) == len(rows)
     assert [row.peak for row in rows] == sorted([row.peak for row in rows], reverse=True)
+    again = [row.recomputed for row in rows if row.write.startswith("auto(peak=")]
+    assert again == sorted(again)
+    assert again[0] == 0 or name == "pyramid"  # of which a little runs again
     for row in rows:
         if row.write == "plain":
             step = plain
         elif row.write.startswith("auto"):
+            # Warnings are errors: no peak is below the least.
             step = measured(model, loss, eval(row.write, {"auto": auto}))
         else:
             names = {"model": model, "checkpoint_modules": checkpoint_modules}
@@ -123,17 +127,6 @@ def test_each_row_is_what_a_step_takes(name, bf16):
             handle.remove()
         assert row.peak == pytest.approx(step.memory()[1], rel=most), row
         assert row.recomputed == pytest.approx(step.recomputed(plain), abs=0.03), row
-
-
-def test_the_least_peak_is_the_last_row_and_a_larger_peak_costs_less():
-    model = Decoder()
-    rows = forecast(lambda: model(IDS)).rows
-    rows = [row for row in rows if row.write.startswith("auto(peak=")]
-    again = [row.recomputed for row in rows]
-    assert again == sorted(again)
-    assert again[0] == 0
-    clear_programs()
-    scope(model, policy=eval(rows[-1].write))(IDS)  # warnings are errors: no peak below the least
 
 
 def test_a_table_and_a_picture_show_the_rows(tmp_path):
