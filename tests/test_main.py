@@ -1,8 +1,11 @@
 """The comparison run: its table, its exit status, and the picture drawn with it."""
 
+import functools
 import importlib
 import re
 from collections import namedtuple
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 
 import pytest
 import torch
@@ -19,11 +22,11 @@ TITLES = "way|held for backward|peak in a step|recomputed|ms/step|ratio|loss|aga
 Row = namedtuple("Row", "held peak recomputed ms ratio loss verdict")
 
 
-def run(capsys, *arguments):
+def run(*arguments):
     """Exit status, rows of the table by way, stderr."""
-    status = job.main([*SMALL, *arguments])
-    out, err = capsys.readouterr()
-    heading, *lines = out.splitlines()
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        status = job.main([*SMALL, *arguments])
+    heading, *lines = out.getvalue().splitlines()
     assert re.split(r" {2,}", heading.strip()) == TITLES.split("|")
     rows = {}
     for line in lines:
@@ -31,16 +34,19 @@ def run(capsys, *arguments):
         assert line.rindex(verdict) == heading.rindex("against plain")
         numbers = [float(word) for word in " ".join(numbers).replace("MiB", "").split()]
         rows[way] = Row(*numbers, verdict)
-    return status, rows, err
+    return status, rows, err.getvalue()
 
 
-def test_no_way_needs_more_than_torchs_does(capsys):
+compared = functools.cache(run)
+
+
+def test_no_way_needs_more_than_torchs_does():
     """Bit-equal to plain, in one aligned table."""
-    status, rows, err = run(capsys)
+    status, rows, err = compared()
     assert status == 0 and "step 3 of 3" in err
     assert list(rows) == list(job.WAYS)
-    plain = rows.pop("plain")
-    for row in rows.values():
+    plain, *others = rows.values()
+    for row in others:
         assert (row.loss, row.verdict) == (plain.loss, "bit-equal")
         assert 0 < row.held < plain.held / 2
         assert row.held < row.peak < plain.peak
@@ -53,7 +59,7 @@ def test_no_way_needs_more_than_torchs_does(capsys):
 
 
 def test_a_forecast_says_what_the_comparison_measures(capsys):
-    _, measured, _ = run(capsys)
+    _, measured, _ = compared()
     assert job.main(["forecast", *SMALL[2:]]) == 0
     heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.endswith("what to write")
@@ -69,10 +75,10 @@ def test_a_forecast_says_what_the_comparison_measures(capsys):
         (lambda *args: (job.WAYS["plain"](*args), torch.rand(()))[0], 1, "random stream"),
     ],
 )
-def test_a_way_that_differs_fails_the_run(capsys, monkeypatch, wrong, steps, verdict):
+def test_a_way_that_differs_fails_the_run(monkeypatch, wrong, steps, verdict):
     """The table names what differs; the exit status is 1."""
     monkeypatch.setattr(job, "WAYS", {"plain": job.WAYS["plain"], "wrong": wrong})
-    status, rows, _ = run(capsys, "--steps", str(steps))
+    status, rows, _ = run("--steps", str(steps))
     assert status == 1
     assert rows["plain"].verdict == "bit-equal"
     assert rows["wrong"].verdict == f"other {verdict}"
@@ -126,8 +132,8 @@ def test_the_command_exits_with_the_status():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_cuda_is_bit_equal(capsys):
-    status, rows, _ = run(capsys, "--device", "cuda")
+def test_cuda_is_bit_equal():
+    status, rows, _ = run("--device", "cuda")
     plain = rows.pop("plain")
     assert status == 0
     assert all(row.held < plain.held for row in rows.values())
