@@ -46,6 +46,7 @@ class Memory:
         self.final = maker + 1  # the first position at which it is what it will be
         self.readers: tuple[int, ...] = ()  # steps
         self.last_read = maker  # by a step
+        self.last_used = maker  # by a step that hands a gradient back
         self.dies = never  # the step after which nobody outside holds it
         # That are saved, or read by others than those who write to it.
         self.values: set[Value] = set()
@@ -90,6 +91,8 @@ class Model:
         self._saved: set[Value] = set()  # by the slots before
         for step in path.steps:
             self._add(step)
+        alive = {path.memory_of[cell] for cell in run.alive()}
+        self._find_used(alive)
         # Steps that hand views of their gradient on: not where one has read a part of a memory.
         self._joining = {
             step.index
@@ -103,7 +106,7 @@ class Model:
             memory = self.memories[number]
             memory.dies = max(memory.last_read, self._sent[number])
         given = {path.memory_of[cell] for cell, _ in path.given}
-        self._find_final({path.memory_of[cell] for cell in run.alive()} - given)
+        self._find_final(alive - given)
         # When small ones die may depend on the garbage collector, which differs from rank to rank.
         spans = [
             (m.maker, m.dies - 1, m.nbytes) for m in self.memories.values() if m.nbytes >= _SMALL
@@ -117,6 +120,21 @@ class Model:
         spans = [*states, *self._needed_by_backward()]
         # What the steps after it have made is there, too.
         self.backward = self.sums(spans)[1:]
+
+    def _find_used(self, alive: Set[int]) -> None:
+        """Find what gets a gradient: what lives on, the last result, and what leads to these."""
+        found = {number for number, memory in self.memories.items() if memory.has_gradient}
+        used = found.intersection(alive.union(*self.made[-1:]))
+        last: dict[int, int] = {}
+        for index in range(self.count - 1, -1, -1):
+            if not used.isdisjoint(self.made[index]):
+                for number in found.intersection(self.reads[index]):
+                    last.setdefault(number, index)
+                    used.add(number)
+        for number in found:
+            memory = self.memories[number]
+            memory.has_gradient = number in used
+            memory.last_used = last.get(number, memory.maker)
 
     def _losses(self) -> Iterator[Span]:
         """What losses allocate before they sum up."""
@@ -271,13 +289,13 @@ class Model:
     def _shares_gradient(self, memory: Memory) -> bool:
         """Whether its gradient is that of another memory: an addition hands one to both, and `cat`
         hands views of its own."""
-        index = memory.last_read
+        index = memory.last_used
         if index in self._joining:
             return True
         if self.path.steps[index].info.base not in ("add", "add_"):
             return False
         return any(
-            (other.has_gradient, other.last_read, other.nbytes) == (True, index, memory.nbytes)
+            (other.has_gradient, other.last_used, other.nbytes) == (True, index, memory.nbytes)
             for other in map(self.memories.__getitem__, self.reads[index])
             if other.maker < memory.maker
         )
@@ -291,7 +309,7 @@ class Model:
             parts[path.memory_of[part]].append((part, path.there_after((part, NOT_WRITTEN))))
         for memory in self.memories.values():
             if memory.has_gradient and not self._shares_gradient(memory):
-                last = memory.last_read + 1
+                last = memory.last_used + 1
                 for part, index in parts[memory.number]:
                     last = index + 1
                     nbytes = memory.nbytes // len(path.steps[index].memories)
@@ -302,7 +320,7 @@ class Model:
         """What `cat` and `stack` read last gets a view of their gradient, up to its maker, or to a
         reader before: the sum is a tensor of its own."""
         read = [self.memories[number] for number in self.reads[index]]
-        last = [memory for memory in read if memory.has_gradient and memory.last_read == index]
+        last = [memory for memory in read if memory.has_gradient and memory.last_used == index]
         first = index
         for memory in last if index in self._joining else ():
             *_, before, _ = memory.maker, *memory.readers
@@ -323,7 +341,7 @@ class Model:
         read = [self.memories[n] for n in numbers if n in self.memories and n not in split]
         others = [memory for memory in read if memory.number not in step.writes]
         given = [memory for memory in others if memory.has_gradient]
-        first = [memory for memory in {*given} if memory.last_read == step.index]
+        first = [memory for memory in {*given} if memory.last_used == step.index]
         return sum([m.nbytes for m in given]) - sum([m.nbytes for m in first])
 
     def _needed_by_backward(self) -> list[Span]:

@@ -212,6 +212,24 @@ def test_peaks_are_sums_over_what_is_there(build):
             assert max(there) == found
 
 
+def test_what_nobody_uses_gets_no_gradient():
+    """Such as a metric that is computed without `no_grad`."""
+    stack, x = layers(*[64] * 5), torch.randn(128, 64)
+
+    def run(metric):
+        y = x
+        for layer in stack:
+            y = layer(y).tanh()
+        metric(y)
+        return y.sum()
+
+    def metric(y):
+        y.softmax(-1).log().mul(2).sum()
+
+    found = [stretch_of(lambda each=each: (stack, lambda: run(each))) for each in (id, metric)]
+    assert len({max(stretch.model.backward) for stretch in found}) == 1
+
+
 def test_all_runs_of_repeats_count():
     funcs = [*"xy", *"abcd" * 5, *"z", *"efg" * 6, *"abc"]
     crossing = [9] * (len(funcs) + 1)
