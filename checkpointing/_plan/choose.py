@@ -71,7 +71,7 @@ def choose_first(stretch: Stretch, budget: int) -> Filling:
 def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
     that needs more than `most`; elsewhere, these cuts. What repeats may be a layer and its loss,
-    which are two blocks if that needs much less. Where little repeats, nobody knows where users
+    which are two blocks if that needs less. Where little repeats, nobody knows where users
     would begin their blocks."""
     peak, count = 0, stretch.model.count
     runs = [run for run in stretch.blocks if stretch.are_alike(run)]
@@ -85,7 +85,7 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
         if blocks.peak > most:
             continue
         parts = Filling(stretch, sorted(placed.union(stretch.middles(run)) - ends))
-        best = parts if parts.peak < _MUCH_LESS * blocks.peak else blocks
+        best = parts if parts.peak < blocks.peak else blocks
         peak, cuts = best.peak, best.cuts
     return peak, cuts
 
@@ -100,7 +100,6 @@ def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) 
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
 _MOST_PEAKS = 16  # that are tried for a budget
 _MAIN_PART = 2 / 3  # of the steps
-_MUCH_LESS = 7 / 8  # of the peak
 _MOST_SLACK = 1 / 2  # what may be spent on less recompute: a part of the least peak
 # The same, within a window: what it keeps first is made by a replay, which should be short.
 _SLACK_OF_PARTS = 1 / 8
