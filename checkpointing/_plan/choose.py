@@ -14,6 +14,9 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from operator import attrgetter
+
 from .cuts import Cuts, Cutting
 from .fill import Filling
 from .stretch import Stretch
@@ -25,15 +28,15 @@ def choose(stretch: Stretch, peak: int | None = None) -> Filling:
         return Filling(stretch, ())
     stretch.allow_cuts_at_blocks()
     cutting = Cutting(stretch)
-    least, tight = cutting.least_peak()
+    least, tight = _refined(stretch, *cutting.least_peak())
     most = int(least * (1 + _MOST_SLACK)) if peak is None else max(peak, least)
     by_hand, cuts = _by_hand(stretch, tight, most)
     target = by_hand or least
     if peak is not None:  # the search stops a little above what its cuts need
-        target = max(peak, min(target, Filling(stretch, tight).peak))
+        target = max(peak, min(target, _bare(stretch, tight).peak))
     best = _filled(cutting, cuts, target)
     if peak is None:
-        bare = Filling(stretch, cuts)
+        bare = _bare(stretch, cuts)
         if bare.peak <= target and bare.time() < best.time():
             best = bare
     best.join(target if peak is None else 0)
@@ -68,6 +71,29 @@ def choose_first(stretch: Stretch, budget: int) -> Filling:
     return _filled(cutting, cuts, most, budget)
 
 
+def _bare(stretch: Stretch, cuts: Iterable[int]) -> Filling:
+    """These cuts, with what they need and no more."""
+    return Filling(stretch, sorted({*cuts}), 1)
+
+
+_peak_of = attrgetter("peak")
+
+
+def _refined(stretch: Stretch, least: int, cuts: Cuts) -> tuple[int, Cuts]:
+    """The least peak with cuts added, one at a time, where most is needed. The labels count what a
+    segment keeps for a later one as if its own window made it, too: with a cut after the
+    `log_softmax` of a loss, nothing has to make that again, nor the logits."""
+    best = _bare(stretch, cuts)
+    while True:
+        part = best.peaks.index(max(best.peaks))
+        inside = range(best.ends[part] + 1, best.ends[part + 1])
+        ways = [_bare(stretch, [*best.cuts, at]) for at in stretch.positions if at in inside]
+        found = min(ways, key=_peak_of, default=best)
+        if found.peak >= min(least, best.peak):
+            return least, cuts
+        least, cuts, best = found.peak, found.cuts, found
+
+
 def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
     that needs more than `most`; elsewhere, these cuts. What repeats may be a layer and its loss,
@@ -81,11 +107,11 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     for run in runs:
         placed = {*run} - ends
         placed.update([at for at in cuts if not run[0] <= at <= run[-1]])
-        blocks = Filling(stretch, sorted(placed))
+        blocks = _bare(stretch, placed)
         if blocks.peak > most:
             continue
-        parts = Filling(stretch, sorted(placed.union(stretch.middles(run)) - ends))
-        best = parts if parts.peak < blocks.peak else blocks
+        parts = _bare(stretch, placed.union(stretch.middles(run)) - ends)
+        best = min(blocks, parts, key=_peak_of)
         peak, cuts = best.peak, best.cuts
     return peak, cuts
 

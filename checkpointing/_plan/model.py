@@ -124,7 +124,7 @@ class Model:
     def _find_used(self, alive: Set[int]) -> None:
         """Find what gets a gradient: what lives on, the last result, and what leads to these."""
         found = {number for number, memory in self.memories.items() if memory.has_gradient}
-        used = found.intersection(alive.union(*self.made[-1:]))
+        used = found.intersection({*alive}.union(*self.made[-1:]))
         last: dict[int, int] = {}
         for index in range(self.count - 1, -1, -1):
             if not used.isdisjoint(self.made[index]):

@@ -88,6 +88,18 @@ class Programs:
 
         return nn.ModuleList([stack, top, gate]), run
 
+    def several_losses():
+        """The results of all heads are there before the first loss, which is the largest."""
+        stack, heads = layers(*[32] * 4), nn.ModuleList(layers(32, 96, n) for n in (512, 8, 8, 8))
+        x, labels = torch.randn(128, 32), torch.randint(0, 8, (128,))
+
+        def run():
+            y = through(stack, x)
+            found = [head[1](head[0](y).tanh()) for head in heads]
+            return sum(nn.functional.cross_entropy(result, labels) for result in found)
+
+        return nn.ModuleList([stack, heads]), run
+
 
 PROGRAMS = [program for name, program in vars(Programs).items() if not name.startswith("_")]
 
@@ -136,12 +148,16 @@ def work_of(stretch, again):
 @pytest.mark.parametrize("has_gradients", [True, False])
 @pytest.mark.parametrize("build", PROGRAMS)
 def test_no_cuts_have_a_lower_peak(build, has_gradients):
-    """Within 2 percent, of all cuts at the positions that count. (Of two programs the best ones
-    keep both the input and the result of one operator, which no label counts as one: 4 and 7.)"""
+    """Within 2 percent, of all cuts at the positions that count, and of any two. (Of two programs
+    the best ones keep both the input and the result of one operator, which no label counts as one:
+    4 and 8. Of one the best two cuts are found, but not as the first: 3.)"""
     stretch = stretch_of(build, has_gradients)
-    exact = min(Filling(stretch, cuts).peak for cuts in all_ways(stretch))
-    mosts = {Programs.pyramid: 1.04, Programs.two_stacks: 1.07}
+    ways = [*all_ways(stretch), *itertools.combinations(stretch.positions[1:-1], 2)]
+    exact = min(Filling(stretch, cuts, 1).peak for cuts in ways)
+    mosts = {Programs.pyramid: 1.04, Programs.two_stacks: 1.08}
     most = 1.02 if has_gradients else mosts.get(build, 1.02)
+    if build is Programs.several_losses:
+        most = 1.03
     assert choose(stretch, 1).peak <= most * exact
 
 
