@@ -80,14 +80,16 @@ _peak_of = attrgetter("peak")
 
 
 def _refined(stretch: Stretch, least: int, cuts: Cuts) -> tuple[int, Cuts]:
-    """The least peak with cuts added, one at a time, where most is needed. The labels count what a
-    segment keeps for a later one as if its own window made it, too: with a cut after the
-    `log_softmax` of a loss, nothing has to make that again, nor the logits."""
+    """The least peak with cuts added, one at a time, beside large results where most is needed. The
+    labels count what a segment keeps for a later one as if its own window made it, too: with a cut
+    after the `log_softmax` of a loss, nothing has to make that again, nor the logits."""
     best = _bare(stretch, cuts)
     while True:
         part = best.peaks.index(max(best.peaks))
         inside = range(best.ends[part] + 1, best.ends[part + 1])
-        ways = [_bare(stretch, [*best.cuts, at]) for at in stretch.positions if at in inside]
+        made = [stretch.cost(numbers) >= _LARGE * best.peak for numbers in stretch.model.made]
+        beside = [at for at in stretch.positions if at in inside and any(made[at - 1 : at + 1])]
+        ways = [_bare(stretch, [*best.cuts, at]) for at in beside]
         found = min(ways, key=_peak_of, default=best)
         if found.peak >= min(least, best.peak):
             return least, cuts
@@ -125,6 +127,7 @@ def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) 
 
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
 _MOST_PEAKS = 16  # that are tried for a budget
+_LARGE = 1 / 5  # of the peak: what may be worth another cut
 _MAIN_PART = 2 / 3  # of the steps
 _MOST_SLACK = 1 / 2  # what may be spent on less recompute: a part of the least peak
 # The same, within a window: what it keeps first is made by a replay, which should be short.
