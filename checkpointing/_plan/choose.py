@@ -87,8 +87,9 @@ def _refined(stretch: Stretch, least: int, cuts: Cuts) -> tuple[int, Cuts]:
     while True:
         part = best.peaks.index(max(best.peaks))
         inside = range(best.ends[part] + 1, best.ends[part + 1])
-        made = [stretch.cost(numbers) >= _LARGE * best.peak for numbers in stretch.model.made]
-        beside = [at for at in stretch.positions if at in inside and any(made[at - 1 : at + 1])]
+        large = _LARGE * best.peak
+        is_large = [stretch.cost(made) >= large for made in stretch.model.made]
+        beside = [at for at in stretch.positions if at in inside and any(is_large[at - 1 : at + 1])]
         ways = [_bare(stretch, [*best.cuts, at]) for at in beside]
         found = min(ways, key=_peak_of, default=best)
         if found.peak >= min(least, best.peak):
