@@ -1,11 +1,11 @@
 """Which of the ways to cut a stretch is taken, and for which peak.
 
 One rule. The target is the peak of a cut at every block that the program repeats, as users place
-them by hand. Where such blocks are not most of the program, as in a pyramid of convolutions, or
-where that peak is over 1.5 times the least one, the target is the least peak. Under it, the least
-recompute is taken among a few ways to cut, each filled. Where operators are so small that keeping
-their results takes longer than running them again, only what the cuts need is kept. In the end,
-cuts that make no difference to the peak go.
+them by hand, or of two where that needs less. Where such blocks are not most of the program, as in
+a pyramid of convolutions, or where that peak is over 1.5 times the least one, the target is the
+least peak. Under it, the least recompute is taken among a few ways to cut, each filled. Where
+operators are so small that keeping their results takes longer than running them again, only what
+the cuts need is kept. In the end, cuts that make no difference to the peak go.
 
 Rejected: spending a fixed part of the least peak on less recompute. Where logits are most of the
 peak, a few percent of it are all the checkpoints of the model; where attention is, they are one of
@@ -73,7 +73,9 @@ def choose_first(stretch: Stretch, budget: int) -> Filling:
 
 def _bare(stretch: Stretch, cuts: Iterable[int]) -> Filling:
     """These cuts, with what they need and no more."""
-    return Filling(stretch, sorted({*cuts}), 1)
+    filling = Filling(stretch, sorted({*cuts}))
+    filling.cut_and_drop()
+    return filling
 
 
 _peak_of = attrgetter("peak")
@@ -99,9 +101,9 @@ def _refined(stretch: Stretch, least: int, cuts: Cuts) -> tuple[int, Cuts]:
 
 def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
-    that needs more than `most`; elsewhere, these cuts. What repeats may be a layer and its loss,
-    which are two blocks if that needs less. Where little repeats, nobody knows where users
-    would begin their blocks."""
+    that needs more than `most`; elsewhere, these cuts. What repeats may be two blocks, such as a
+    layer and its loss: it is cut in two if that needs less. Where little repeats, nobody knows
+    where users would begin their blocks."""
     peak, count = 0, stretch.model.count
     runs = [run for run in stretch.blocks if stretch.are_alike(run)]
     if sum([run[-1] - run[0] for run in runs]) < _MAIN_PART * count:

@@ -47,7 +47,7 @@ class Filling:
         """Better if less: the peak above what is allowed, then what is done again."""
         return max(self.most, *self.peaks), self._work
 
-    def _cut_and_drop(self) -> None:
+    def cut_and_drop(self) -> None:
         """Cut where all that crosses is kept anyway, and drop what is not needed any more. What
         windows run stays the same, but for what is cheap."""
         self.ends = sorted({*self.ends, *[at for at, across in self._find_windows() if not across]})
@@ -161,13 +161,13 @@ class Filling:
     # ---- filling
 
     def _fill_in_rounds(self) -> None:
-        self._cut_and_drop()
+        self.cut_and_drop()
         for _ in range(_ROUNDS):  # each may make room for the next, or cuts free
             count = len(self.kept)
             self._fill()
             if len(self.kept) == count:
                 break
-            self._cut_and_drop()
+            self.cut_and_drop()
 
     def _fill(self) -> None:
         """Take the steps whose results save most, as long as there is room for them. Of equal ones

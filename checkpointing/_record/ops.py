@@ -34,6 +34,7 @@ class Info:
         self.gathers = space == "fsdp"  # parameters into memory that is given back
         # Custom operators may draw random numbers without torch's tag: compare the generators.
         self.custom = space not in ("aten", "prim", "prims")
+        # (`linalg_pinv` calls others, too, though it has kernels like any other.)
         if self.custom or self.is_composite or self.base == "linalg_pinv":
             self.run = _torch.with_others_inside(self.run)
         self.may_draw = self.custom or torch.Tag.nondeterministic_seeded in tags

@@ -245,9 +245,9 @@ def quick_call(func: Any) -> Any:
 
 
 def with_others_inside(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of an operator that calls others inside. These work as in plain code: a mode runs
-    operators where complex numbers are conjugated without being looked at, and transforms fail; a
-    replay, where functions are hidden from modes and subclasses."""
+    """Call an operator that calls others in its body, with these as in plain code. Inside a
+    dispatch mode, they would not see that a complex tensor is conjugated lazily, and transforms of
+    `torch.func` would fail; inside a replay, `__torch_function__` is off."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         shown = _C._dispatch_tls_local_include_set()

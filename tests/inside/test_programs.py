@@ -17,7 +17,7 @@ from torch import nn
 
 from checkpointing import _torch, auto, checkpoint_scope, clear_programs, forecast, keep
 from checkpointing._plan import groups, plan
-from checkpointing._plan.choose import choose, choose_within
+from checkpointing._plan.choose import _bare, choose, choose_within
 from checkpointing._plan.fill import Filling
 from checkpointing._plan.repeats import repeats
 from checkpointing._plan.stretch import Stretch
@@ -148,17 +148,22 @@ def work_of(stretch, again):
 @pytest.mark.parametrize("has_gradients", [True, False])
 @pytest.mark.parametrize("build", PROGRAMS)
 def test_no_cuts_have_a_lower_peak(build, has_gradients):
-    """Within 2 percent, of all cuts at the positions that count, and of any two. (Of two programs
-    the best ones keep both the input and the result of one operator, which no label counts as one:
-    4 and 8. Of one the best two cuts are found, but not as the first: 3.)"""
+    """Within 2 percent, of all cuts at the positions that count. (Of two programs the best ones
+    keep both the input and the result of one operator, which no label counts as one: 4 and 7.)"""
     stretch = stretch_of(build, has_gradients)
-    ways = [*all_ways(stretch), *itertools.combinations(stretch.positions[1:-1], 2)]
-    exact = min(Filling(stretch, cuts, 1).peak for cuts in ways)
-    mosts = {Programs.pyramid: 1.04, Programs.two_stacks: 1.08}
+    exact = min(Filling(stretch, cuts).peak for cuts in all_ways(stretch))
+    mosts = {Programs.pyramid: 1.04, Programs.two_stacks: 1.07}
     most = 1.02 if has_gradients else mosts.get(build, 1.02)
-    if build is Programs.several_losses:
-        most = 1.03
     assert choose(stretch, 1).peak <= most * exact
+
+
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_a_large_loss_before_others_is_not_made_again(has_gradients):
+    """The two best cuts are those around its `log_softmax`; within 3 percent of these."""
+    stretch = stretch_of(Programs.several_losses, has_gradients)
+    pairs = itertools.combinations(stretch.positions[1:-1], 2)
+    exact = min(_bare(stretch, pair).peak for pair in pairs)
+    assert choose(stretch, 1).peak <= 1.03 * exact
 
 
 @pytest.mark.parametrize("part", [0.2, 0.6])
