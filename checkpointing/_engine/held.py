@@ -43,8 +43,6 @@ Saver = Hooks | Mover | None
 class Aliased(Held):
     """The tensor itself, or an alias, at one version."""
 
-    is_packed = False
-
     def __init__(self, packed: Tensor, name: Name, is_parameter: bool = False) -> None:
         self.packed, self.name, self.is_parameter = packed, name, is_parameter
         self._version = _torch.version(packed)

@@ -95,8 +95,11 @@ def _rng_of(device: torch.device) -> Rng:
 # ---- switches
 
 
+_getters = [getter for getter, _ in _torch.SWITCHES]
+
+
 def read_switches() -> list[Any]:
-    return [getter() for getter, _ in _torch.SWITCHES]
+    return [getter() for getter in _getters]
 
 
 def enter_switches(values: list[Any], undo: Undo) -> None:

@@ -79,7 +79,6 @@ def check_version(frame: object, name: Name, tensor: Tensor, version: int) -> No
 class Held:
     """A tensor that a recompute will need."""
 
-    is_packed = True  # whether fetching it may cost a copy or a recompute
     is_parameter = False  # whether it is referenced rather than saved
     is_stale = False  # whether it is referenced rather than saved, and has been written since
 

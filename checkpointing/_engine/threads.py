@@ -1,8 +1,8 @@
 """The state of a thread: its innermost region, and whether operators are recorded now."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from torch import Tensor, inference_mode, is_grad_enabled, is_inference_mode_enabled
@@ -59,16 +59,20 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
-@contextmanager
-def within(region: Region | None, aside: bool = False) -> Iterator[None]:
+class within(AbstractContextManager[None]):
     """Run a recompute, or what no region records (`aside`), with `region` as the innermost one."""
-    here = thread.__dict__
-    before = here.copy()
-    here.update(region=region, depth=here["depth"] + 1, aside=here["aside"] + aside)
-    try:
-        yield
-    finally:
-        here.update(before)
+
+    def __init__(self, region: Region | None, aside: bool = False) -> None:
+        self._region, self._aside = region, aside
+
+    def __enter__(self) -> None:
+        here = thread.__dict__
+        self._before = before = here.copy()
+        depth, aside = before["depth"] + 1, before["aside"] + self._aside
+        here.update(region=self._region, depth=depth, aside=aside)
+
+    def __exit__(self, *error: object) -> None:
+        thread.__dict__.update(self._before)
 
 
 def aside() -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import _torch, errors
-from .._engine import Frame, Moved, Task, Undo, described
+from .._engine import Aliased, Frame, Moved, Task, Undo, described
 from .._plan import Found, Instruction, Window
 from .._record import Like, shapes_of, tensors_of
 
@@ -32,15 +32,17 @@ class Work(Task):
 
     def fetch(self, held: Any, where: Frame) -> Any:
         """What a run holds."""
+        if type(held) is Aliased:
+            alias = held.fetch(where)
+            if held.is_parameter and was_given_back(alias):
+                raise errors.given_back(where, alias.shape)
+            return alias
         if type(held) in _torch.UNWRAPPED:  # an earlier replay has made it
             return held
         tensor = self.memory.get(held)
         if tensor is None:
             tensor = held.fetch(where)
-            if held.is_parameter and was_given_back(tensor):
-                raise errors.given_back(where, tensor.shape)
-            # Else it can be fetched again.
-            if held.is_packed and type(held) is not Moved:
+            if type(held) is not Moved:  # that can be fetched again
                 self.memory[held] = tensor
         return tensor
 

@@ -69,7 +69,8 @@ class Buffers:
         flags: dict[nn.Module, Any] = {}  # None: frozen TorchScript, which has no flag
         # With the buffers they had, and the numbers beside these.
         self._entries: list[tuple[nn.Module, dict[str, Any], _Numbers]] = []
-        self._owners = []  # modules with parameters
+        # By module and name; also tensors in the place of parameters.
+        self._parameters: list[tuple[nn.Module, str, Tensor]] = []
         modules: list[nn.Module | None] = [*inputs.modules]
         for module in modules:
             if module is None or module in flags:
@@ -78,22 +79,22 @@ class Buffers:
             children, own, buffers = _torch.parts_of_module(module)
             if children:
                 modules += children.values()
-            if own:
-                self._owners.append(module)
+            for name, tensor in own.items():
+                if tensor is not None:
+                    self._parameters.append((module, name, tensor))
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
                 inputs.generators += _generators_of(module)
             if buffers:
                 self._entries.append((module, dict(buffers), _numbers_of(module)))
         self._flags = flags
-        present = self._present()
-        inputs.devices |= {tensor.device for tensor in present.values() if not tensor.is_cpu}
-        self._parameters = present  # also tensors in the place of parameters
+        tensors = [tensor for *_, tensor in self._parameters]
+        inputs.devices |= {tensor.device for tensor in tensors if not tensor.is_cpu}
         self._trained = [
             (tensor, tensor._version)
-            for tensor in present.values()
+            for tensor in tensors
             if tensor.requires_grad and not (_torch.is_lazy(tensor) or tensor.is_inference())
         ]
-        self._frozen = [tensor for tensor in present.values() if not tensor.requires_grad]
+        self._frozen = [tensor for tensor in tensors if not tensor.requires_grad]
         self._guarded: list[Aliased] = []
         if self._entries:
             self._capture()
@@ -143,10 +144,7 @@ class Buffers:
         """The region has run. Parameters that it has written or set itself are not guarded."""
         self._trained = [pair for pair in self._trained if pair[0]._version == pair[1]]
         self._frozen = [tensor for tensor in self._frozen if not tensor.requires_grad]
-        now = self._present()
-        self._parameters = {
-            place: tensor for place, tensor in self._parameters.items() if now.get(place) is tensor
-        }
+        self._parameters = [each for each in self._parameters if _is_there(*each)]
         self._see_what_has_grown()
         self._has_ended = True
 
@@ -171,17 +169,16 @@ class Buffers:
         Tensors in the place of parameters must be there still, and other parameters must have the
         same values. (Hooks may gather parameters, or bring them in for each call.)
         """
-        now = self._present()
-        for place, tensor in self._parameters.items():
-            if now.get(place) is tensor:
+        for module, name, tensor in self._parameters:
+            if _is_there(module, name, tensor):
                 continue
-            module, name = place
             other = getattr(module, name, None)
             is_parameter = isinstance(tensor, nn.Parameter)
             if (is_parameter and tensor.requires_grad) is not trained:
                 continue
             if not is_parameter:
-                is_wrong = id(tensor) not in map(id, now.values())
+                now = [each for owner in self._flags for each in owner._parameters.values()]
+                is_wrong = id(tensor) not in map(id, now)
             elif other is None:
                 is_wrong = False
             else:  # one that looks different may be a placeholder, until a hook brings a weight in
@@ -189,15 +186,6 @@ class Buffers:
             if is_wrong:
                 full_name = f"the parameter {type(module).__name__}.{name}"
                 raise errors.exchanged(frame, named(full_name, tensor))
-
-    def _present(self) -> dict[Place, Tensor]:
-        """The parameters."""
-        return {
-            (module, name): tensor
-            for module in self._owners
-            for name, tensor in module._parameters.items()
-            if tensor is not None
-        }
 
     def enter(self, frame: object, undo: Undo) -> None:
         """Go back to the forward; `undo` gets the functions that return."""
@@ -221,6 +209,12 @@ class Buffers:
             self.rewound = {*map(_torch.storage_id, parts)}
             undo.append((Moment.go_back, Moment(self.then.tensors, self.then.memory)))
             self.then.go_back()
+
+
+def _is_there(module: nn.Module, name: str, tensor: Tensor) -> bool:
+    """Whether a tensor is still in the place of a parameter."""
+    there = module._parameters
+    return name in there and there[name] is tensor
 
 
 def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .. import _torch, errors
 from .._engine import (
     ATOMS,
+    Aliased,
     Frame,
     Generators,
     Name,
@@ -48,7 +49,7 @@ class Pin:
         copy.)"""
         if tensor.requires_grad:  # a leaf
             return tensor
-        copy = _torch.copy if self.held.is_packed else _torch.alias
+        copy = _torch.alias if type(self.held) is Aliased else _torch.copy
         data = without_recording(copy, tensor)
         if not self.in_graph:
             return data

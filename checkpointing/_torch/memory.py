@@ -61,7 +61,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 def is_on(tensor: Tensor, storages: Set[int | None]) -> bool:
     """Whether a tensor, or one of its parts, uses one of these storages."""
-    return any(storage_of(part) in storages for part in plain_parts(tensor))
+    return not storages.isdisjoint(map(storage_of, plain_parts(tensor)))
 
 
 def alias(tensor: Tensor) -> Tensor:
