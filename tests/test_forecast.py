@@ -204,6 +204,24 @@ def test_the_step_after_a_forecast_is_that_without_one():
     assert trained(True) == trained(False)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+def test_buffers_of_scripted_modules_are_put_back():
+    model, x = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))), torch.ones(4, 8)
+    before = bits(model.state_dict())
+    assert forecast(lambda: model(x).square().sum()).rows[0].write == "plain"
+    assert bits(model.state_dict()) == before
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear, lambda _: nn.LazyBatchNorm1d(affine=False)])
+def test_lazy_modules_that_have_yet_to_run_are_an_error(lazy):
+    """What was in their memory before their first numbers would come back, and be trained."""
+    model, x = nn.Sequential(lazy(8), nn.Linear(8, 8)), torch.ones(4, 8)
+    with pytest.raises(ValueError, match="lazy modules"):
+        forecast(lambda: model(x).sum())
+    model(x)
+    assert forecast(lambda: model(x).sum()).rows[0].write == "plain"
+
+
 def test_a_function_in_which_nothing_is_saved_is_an_error():
     with pytest.raises(ValueError, match="autograd saves nothing"):
         forecast(lambda: torch.ones(3).sin())
