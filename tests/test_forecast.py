@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import gc
 import random
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -202,6 +204,21 @@ def test_the_step_after_a_forecast_is_that_without_one():
         return state_of(model, x)
 
     assert trained(True) == trained(False)
+
+
+def test_nothing_stays_of_modules_that_hold_the_graph_of_the_function():
+    """As the functional modules of `higher` do."""
+    alive = weakref.WeakSet()
+
+    def function():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        alive.add(model)
+        model.fast = model(torch.ones(4, 8)).exp()
+        return model.fast.sum()
+
+    forecast(function)
+    gc.collect()
+    assert not alive
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")

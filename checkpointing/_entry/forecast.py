@@ -148,6 +148,9 @@ def _put_back(run: _Rehearsal) -> Iterator[None]:
                 now[name] = tensor
         for state in (*reversed(run.store.random.values()), generators):
             state.enter([])
+        # The graph of the function holds the run, and modules may hold that graph.
+        run.moments.clear()
+        run.buffers.clear()
 
 
 def forecast(function: Callable[[], Any], /) -> Forecast:
