@@ -263,6 +263,18 @@ def test_a_backward_in_the_function_is_an_error_unless_its_gradients_are_in_the_
     assert forecast(penalty).rows[0].write == "plain"
 
 
+def test_a_state_that_leads_from_a_step_into_the_forecast_is_an_error():
+    states, x = [torch.ones(4, 8)], leaf(4, 8)
+
+    def step():
+        states.append((states[-1] * x).sin())
+        return states[-1].exp().sum()
+
+    forecast(step)
+    with pytest.raises(ValueError, match="reset what the model carries"):
+        step().backward()
+
+
 def test_checkpoints_that_hide_what_is_saved_are_an_error():
     model, x = Decoder(3), IDS
     for layer in model.layers:

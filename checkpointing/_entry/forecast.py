@@ -113,7 +113,11 @@ class _Rehearsal(Run):
 
     def may_begin_anew(self) -> bool:
         if super().may_begin_anew():
-            raise ValueError("forecast: leave backward and the optimizer out of the function.")
+            raise ValueError(
+                "forecast: leave backward and the optimizer out of the function. If this comes "
+                "from a step after it, a tensor of the forecast is in its graph: reset what the "
+                "model carries from step to step, such as the state of spiking neurons."
+            )
         return False
 
     def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
