@@ -266,15 +266,20 @@ test_programs_are_plains = program.test()
 def test_a_switch_that_a_function_puts_back_without_try_stays_set_where_the_rerun_is_stopped(stop):
     """A limit, of torch's own checkpoint as well."""
 
+    identity = nn.Identity()
+
     def fn(x):
         torch.set_default_dtype(torch.float64)
-        y = x.exp()
+        hook = identity.register_forward_hook(lambda *_: None)
+        y = identity(x).exp()
+        hook.remove()
         torch.set_default_dtype(torch.float32)
         return y
 
     with set_to(torch.get_default_dtype, torch.set_default_dtype, torch.float32):
         checkpointed(fn, early_stop=stop)(leaf()).sum().backward()
         assert torch.get_default_dtype() is (torch.float64 if stop else torch.float32)
+        assert bool(identity._forward_hooks) is stop
 
 
 Pair = collections.namedtuple("Pair", "items layer")

@@ -669,6 +669,23 @@ def test_a_rerun_finds_the_training_flags_of_the_forward(switch, door):
     assert run(DOORS[door]) == run(plain)
 
 
+@DOOR
+def test_training_flags_stay_where_a_function_sets_them_and_its_rerun_is_stopped(door):
+    """As in adversarial training, which evaluates the model for an attack. No operator after
+    `train()` saves a tensor."""
+
+    def evaluating(model, x):
+        model.eval()
+        y = model(x).sin()
+        model.train()
+        return y
+
+    model, x = made("modes"), leaf()
+    for _ in range(2):
+        DOORS[door](evaluating)(model, x).sum().backward()
+        assert all(m.training for m in model.modules())
+
+
 def test_frozen_torchscript_has_no_training_flag():
     """And no buffers either: what it computes is all there is."""
     module, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), leaf()

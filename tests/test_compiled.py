@@ -24,6 +24,7 @@ DOORS = {
     "scope": checkpoint_scope,
     "planned": lambda: checkpoint_scope(policy=PLANNED),
     "values": lambda: checkpoint_scope(determinism_check="values"),
+    "debug": lambda: checkpoint_scope(debug=True),
     "plain": nullcontext,
 }
 
@@ -85,7 +86,7 @@ def test_compiled_before_inside_and_after_a_block(compiler):
     models[1].load_state_dict(models[0].state_dict())
     runs = [compiler(model) for model in models]
     sizes = [("plain", 4), ("scope", 4), ("planned", 6), ("plain", 8), ("values", 4), ("scope", 6)]
-    for i, (door, n) in enumerate(sizes):
+    for i, (door, n) in enumerate([*sizes, ("debug", 8), ("plain", 4)]):
         (want, _), (have, replayed) = map(step, models, runs, ["plain", door], [n, n])
         assert all(map(torch.equal, want, have)), door
         assert (compiler.graphs, compiler.calls) == (1 + (i > 1), 4 * i + 4)  # static, dynamic

@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import gc
 import random
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -204,6 +206,39 @@ def test_the_step_after_a_forecast_is_that_without_one():
     assert trained(True) == trained(False)
 
 
+def test_nothing_stays_of_modules_that_hold_the_graph_of_the_function():
+    """As the functional modules of `higher` do."""
+    alive = weakref.WeakSet()
+
+    def function():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        alive.add(model)
+        model.fast = model(torch.ones(4, 8)).exp()
+        return model.fast.sum()
+
+    forecast(function)
+    gc.collect()
+    assert not alive
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+def test_buffers_of_scripted_modules_are_put_back():
+    model, x = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))), torch.ones(4, 8)
+    before = bits(model.state_dict())
+    assert forecast(lambda: model(x).square().sum()).rows[0].write == "plain"
+    assert bits(model.state_dict()) == before
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear, lambda _: nn.LazyBatchNorm1d(affine=False)])
+def test_lazy_modules_that_have_yet_to_run_are_an_error(lazy):
+    """What was in their memory before their first numbers would come back, and be trained."""
+    model, x = nn.Sequential(lazy(8), nn.Linear(8, 8)), torch.ones(4, 8)
+    with pytest.raises(ValueError, match="lazy modules"):
+        forecast(lambda: model(x).sum())
+    model(x)
+    assert forecast(lambda: model(x).sum()).rows[0].write == "plain"
+
+
 def test_a_function_in_which_nothing_is_saved_is_an_error():
     with pytest.raises(ValueError, match="autograd saves nothing"):
         forecast(lambda: torch.ones(3).sin())
@@ -226,6 +261,18 @@ def test_a_backward_in_the_function_is_an_error_unless_its_gradients_are_in_the_
         forecast(step)
     assert bits(model.state_dict()) == before
     assert forecast(penalty).rows[0].write == "plain"
+
+
+def test_a_state_that_leads_from_a_step_into_the_forecast_is_an_error():
+    states, x = [torch.ones(4, 8)], leaf(4, 8)
+
+    def step():
+        states.append((states[-1] * x).sin())
+        return states[-1].exp().sum()
+
+    forecast(step)
+    with pytest.raises(ValueError, match="reset what the model carries"):
+        step().backward()
 
 
 def test_checkpoints_that_hide_what_is_saved_are_an_error():

@@ -15,6 +15,10 @@ class OpLog(TorchDispatchMode):
     supports_higher_order_operators = True
     _lines: list[Any] = []  # noqa: RUF012  # before it is entered
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # as of the mode that follows a block
+
     def __enter__(self) -> Any:
         self._lines = []  # without those of the recompute before this one
         return super().__enter__()  # type: ignore[no-untyped-call]

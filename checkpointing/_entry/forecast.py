@@ -99,6 +99,9 @@ class _Rehearsal(Run):
                 f"forecast: hooks around {type(module).__qualname__}, such as those of torch's own "
                 "checkpoint, hide what autograd saves. Switch them off first."
             )
+        if any(map(_torch.is_lazy, (*module.parameters(), *module.buffers()))):
+            # Their first numbers would be put back to none.
+            raise ValueError("forecast: run the model once before, since it has lazy modules.")
         for each in module.modules():
             self.buffers.setdefault(each, dict(_torch.buffers_of_module(each)[0]))
 
@@ -110,7 +113,11 @@ class _Rehearsal(Run):
 
     def may_begin_anew(self) -> bool:
         if super().may_begin_anew():
-            raise ValueError("forecast: leave backward and the optimizer out of the function.")
+            raise ValueError(
+                "forecast: leave backward and the optimizer out of the function. If this comes "
+                "from a step after it, a tensor of the forecast is in its graph: reset what the "
+                "model carries from step to step, such as the state of spiking neurons."
+            )
         return False
 
     def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
@@ -140,9 +147,14 @@ def _put_back(run: _Rehearsal) -> Iterator[None]:
                 base.detach_()
             moment.go_back()
         for module, buffers in run.buffers.items():
-            _torch.buffers_of_module(module)[0].update(buffers)
+            now = _torch.buffers_of_module(module)[0]
+            for name, tensor in buffers.items():  # a scripted module has no `update`
+                now[name] = tensor
         for state in (*reversed(run.store.random.values()), generators):
             state.enter([])
+        # The graph of the function holds the run, and modules may hold that graph.
+        run.moments.clear()
+        run.buffers.clear()
 
 
 def forecast(function: Callable[[], Any], /) -> Forecast:
@@ -169,8 +181,8 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
         of the optimizer.
 
     Raises:
-        ValueError: if autograd saves nothing in the function, if a backward runs in it, or if
-            checkpoints of another library hide what it saves.
+        ValueError: if autograd saves nothing in the function, if a backward runs in it, if
+            checkpoints of another library hide what it saves, or if a lazy module has yet to run.
 
     Example:
         >>> import torch

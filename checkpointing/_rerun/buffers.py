@@ -197,9 +197,8 @@ class Buffers:
         if statistics:
             undo.append((Moment.go_back, Moment(statistics, statistics)))
         flags = {module: getattr(module, "training", None) for module in self._flags}
-        if flags != self._flags:
-            undo.append((_set_flags, flags))
-            _set_flags(self._flags)
+        undo.append((_set_flags, flags))  # the function may set them, too, and be stopped
+        _set_flags(self._flags)
         for module, buffers, _ in self._entries:
             now = dict(_torch.buffers_of_module(module)[0])
             undo.append((partial(_put_back, module, _numbers_of(module), buffers), now))
@@ -251,9 +250,9 @@ def _may_be_statistics(tensor: Tensor) -> bool:
     return tensor.dim() == 1 and tensor.is_floating_point() and _is_dense(tensor)
 
 
-def _set_flags(flags: dict[nn.Module, bool | None]) -> None:
+def _set_flags(flags: dict[nn.Module, Any]) -> None:
     for module, is_training in flags.items():
-        if is_training is not None:
+        if getattr(module, "training", None) is not is_training:
             module.training = is_training
 
 

@@ -276,7 +276,9 @@ _COMPOSITE_NESTED = _C.DispatchKey.CompositeImplicitAutogradNestedTensor
 
 def is_composite(func: Any) -> bool:
     """Whether an operator consists of others where no backend has a kernel of its own."""
-    return isinstance(func, OpOverload) and _has_kernel(func.name(), _COMPOSITE)
+    # (The dispatcher does not know what a nested tensor is asked for its sizes with.)
+    is_known = isinstance(func, OpOverload) and _C._dispatch_has_kernel(func.name())
+    return is_known and _has_kernel(func.name(), _COMPOSITE)
 
 
 def parts_of(func: Any, tensors: Sequence[Tensor]) -> Any:

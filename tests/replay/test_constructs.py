@@ -368,3 +368,23 @@ def test_distributed_tensors(door, mesh):
         return bits([out, *first, *torch.autograd.grad((first[0] * first[1]).sum(), (x, y))])
 
     assert found(REGIONS[door]) == found(REGIONS["plain"])
+
+
+@pytest.mark.parametrize("door", REPLAY)
+def test_steps_with_jagged_tensors_in_one_region(door):
+    """Autograd asks them for their sizes by operators that the dispatcher does not know."""
+
+    def found(region):
+        torch.manual_seed(0)
+        model, x = nn.Linear(6, 4), torch.randn(5, 6)
+
+        def steps(x):
+            for _ in range(2):
+                parts = torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)
+                y = torch.nested.to_padded_tensor(model(parts).relu(), 0.0)
+                y.exp().mean().backward()
+
+        region(steps, x)
+        return bits([model.weight.grad, model.bias.grad])
+
+    assert found(REGIONS[door]) == found(REGIONS["plain"])
