@@ -1027,6 +1027,27 @@ def test_what_was_saved_before_a_convolution_with_a_stride_is_not_there_in_its_b
     assert peak <= 1.1 * theirs
 
 
+@NO_ROOM
+@pytest.mark.parametrize("steps", [50, 400])
+def test_a_stem_of_convolutions_needs_no_more_than_checkpoints_by_hand(steps):
+    """The second one works with most; its input is saved just before it, and the first one's result
+    should not be there then. The step before works with more than half as many bytes."""
+    clear_programs()
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.Conv2d(*pair, 3, 2, 1), nn.BatchNorm2d(pair[1]), nn.ReLU())
+        for pair in ((3, 32), (32, 32), (32, 64))
+    )
+    x = torch.randn(2, 3, 128, 128)
+    oracle.with_gradients(blocks.parameters())
+
+    def forward(call):
+        return units_of(through(each_called(call, blocks), x).mean((2, 3)), steps)
+
+    run, peak, theirs = beside_torch(forward)
+    assert peak <= theirs
+    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
+
+
 class Bottleneck(nn.Module):
     """Of a ResNet: convolutions with norms, and one beside them where sizes change."""
 
