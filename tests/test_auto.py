@@ -214,6 +214,23 @@ def test_what_one_cheap_operator_makes_from_an_input_is_not_kept():
     assert bits(x.grad) == want
 
 
+def test_a_recurrent_layer_is_not_cheap():
+    """Its states are kept where others read them, not made again in each segment."""
+    lstm, cell, x = nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 32), torch.randn(8, 64, 32)
+    oracle.with_gradients([*lstm.parameters(), *cell.parameters()])
+
+    def run():
+        states, y = lstm(x)[0], torch.zeros(8, 32)
+        for _ in range(40):
+            y = cell(y).tanh()
+            y = y + ((states @ y.unsqueeze(2)).softmax(1) * states).sum(1)
+        return y.square().mean()
+
+    loss, scope = known(run)
+    assert scope.stats.cuts
+    assert count(loss.backward).get("mkldnn_rnn_layer", 0) <= 1
+
+
 def test_the_last_stretch_is_not_made_again():
     """Logits over a large vocabulary: backward begins with them."""
     head = torch.rand(64, 2_000, requires_grad=True)

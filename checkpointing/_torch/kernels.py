@@ -13,6 +13,8 @@ from .memory import memory_size
 
 # ---- what is saved, and computed
 
+_RECURRENT = ("cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")
+
 # Autograd saves what these return: their derivatives are formulas of it.
 _SAVED = {
     "exp",
@@ -45,7 +47,11 @@ def _name_of(func: Any) -> str:
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """The floating-point operations of a call; 0 if torch does not count the operator, or does not
-    know the shapes."""
+    know the shapes. Torch does not count recurrent layers."""
+    if _name_of(func) in _RECURRENT:
+        rows = args[0].numel() // max(1, args[0].shape[-1])
+        weights = [*args[1]] if isinstance(args[1], list | tuple) else args[1:3]
+        return int(2 * rows * sum(weight.numel() for weight in weights))
     from torch.utils.flop_counter import flop_registry  # `import torch` does not import it
 
     formula = flop_registry.get(getattr(func, "overloadpacket", func))
