@@ -231,6 +231,29 @@ def test_a_recurrent_layer_is_not_cheap():
     assert count(loss.backward).get("mkldnn_rnn_layer", 0) <= 1
 
 
+def test_what_a_frozen_part_hands_on_is_not_made_again():
+    """Without blocks that repeat, and with them: grad mode is off where the part runs."""
+    frozen, head = nn.Linear(64, 64), nn.Linear(64, 64)
+    oracle.with_gradients(head.parameters())
+    x = torch.randn(256, 64)
+
+    def run(layers):
+        with torch.no_grad():
+            y = x
+            for _ in range(8):
+                y = frozen(y).sigmoid()
+        for _ in range(layers):
+            y = head(y).tanh()
+        return y.square().mean()
+
+    for layers in (2, 12):
+        loss, scope = known(functools.partial(run, layers))
+        assert scope.stats.cuts
+        ran = count(loss.backward)
+        assert ran["tanh"] > 0
+        assert "sigmoid" not in ran
+
+
 def test_the_last_stretch_is_not_made_again():
     """Logits over a large vocabulary: backward begins with them."""
     head = torch.rand(64, 2_000, requires_grad=True)

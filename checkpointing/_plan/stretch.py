@@ -87,6 +87,16 @@ class Stretch:
         every = 1 + len(begins) // (_MOST_BLOCKS + 1)
         self.positions = sorted({*self.positions, *begins[::every]})
 
+    @cached_property
+    def frozen(self) -> set[int]:
+        """Memories that were made with grad mode off, and are needed where it is on. Who
+        checkpoints by hand never makes them again."""
+        steps = self.model.path.steps[self.model.first :]
+        modes = [*zip(steps, self.model.made, self.reads, strict=False)]
+        off = {n for step, made, _ in modes if not step.grad_mode for n in made}
+        needed = {n for step, _, read in modes if step.grad_mode for n in read}
+        return self.dear & off & (needed | self.saved.keys())
+
     def _across(self, run: range, n: int = 0) -> int:
         """The bytes that cross cuts after so many steps in each block."""
         return sum([self.crossing[at + n] for at in run[:-1]])
