@@ -90,6 +90,8 @@ _DERIVATIVES = {
 }
 # What is summed up for the gradient of a smaller factor or divisor, in sizes of the result.
 _BROADCASTING = {"div": 3, "mul": 1}
+# Their gradient has the shape of what they read, also where that is expanded.
+_PICKING = ("gather", "index", "index_select")
 # Copies that the forward of a loss makes of the largest tensor that it reads.
 LOSSES = {
     "binary_cross_entropy_with_logits": 2,
@@ -109,6 +111,8 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
     if func is _LSTM:  # weights in another layout, and gradients of the gates
         return int(2 * (args[1].nbytes + args[2].nbytes) + 4 * result[0].nbytes)
     name = _name_of(func)
+    if name in _PICKING and args[0].requires_grad:
+        return max(0, int(args[0].nbytes) - memory_size(args[0]))
     read = [memory_size(a) for a in args if isinstance(a, Tensor) and a.requires_grad]
     if name in _BROADCASTING:
         made = memory_size(result)
