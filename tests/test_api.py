@@ -422,3 +422,32 @@ def test_a_warning_is_given_once_and_points_at_user_code(door):
         assert said.count(kind) == 1
         assert f"<string>:{line}: {kind}" in said
         assert all(word in said for word in words)
+
+
+def test_slips_of_the_first_minute_are_refused_with_the_fix():
+    """The result of a module in the place of the module, an option by position, a scope as a
+    decorator, a module as a policy: each message is one line, of bounded length."""
+    x, model = torch.ones(64, 64), PlainBlock()
+    slips = {
+        "not tensor.*Call what it returns": lambda: checkpointed(x),
+        r"not auto\(\). .*Options are keywords": lambda: checkpointed(checkpointing.auto()),
+        "no decorator: write `with .*`@checkpointed": lambda: checkpoint_scope()(body),
+        "no decorator": lambda: checkpoint_scope(body)(x),
+        "a policy is one of .*not PlainBlock": lambda: checkpoint_scope(model),
+        r"a tag is a string, not tensor.*tag\(x, name\)": lambda: checkpointing.tag("name", x),
+        "peak is an int, in bytes": lambda: checkpointing.auto(peak=2e9),
+        "report takes tensors, such as a loss, not list": lambda: checkpointing.report([x]),
+    }
+    for message, call in slips.items():
+        with pytest.raises(TypeError, match=message) as caught:
+            call()
+        assert len(str(caught.value)) < 250
+        assert "\n" not in str(caught.value)
+
+
+def test_what_a_checkpointed_object_does_not_have_is_said_with_the_fix():
+    """It is no module: an optimizer, or a model that has it, needs the module itself."""
+    run = checkpointed(PlainBlock())
+    with pytest.raises(AttributeError, match=r"'parameters'.* `__wrapped__`.*checkpoint_modules"):
+        run.parameters()
+    assert not hasattr(run, "train")

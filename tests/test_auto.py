@@ -214,6 +214,46 @@ def test_what_one_cheap_operator_makes_from_an_input_is_not_kept():
     assert bits(x.grad) == want
 
 
+def test_a_recurrent_layer_is_not_cheap():
+    """Its states are kept where others read them, not made again in each segment."""
+    lstm, cell, x = nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 32), torch.randn(8, 64, 32)
+    oracle.with_gradients([*lstm.parameters(), *cell.parameters()])
+
+    def run():
+        states, y = lstm(x)[0], torch.zeros(8, 32)
+        for _ in range(40):
+            y = cell(y).tanh()
+            y = y + ((states @ y.unsqueeze(2)).softmax(1) * states).sum(1)
+        return y.square().mean()
+
+    loss, scope = known(run)
+    assert scope.stats.cuts
+    assert count(loss.backward).get("mkldnn_rnn_layer", 0) <= 1
+
+
+def test_what_a_frozen_part_hands_on_is_not_made_again():
+    """Without blocks that repeat, and with them: grad mode is off where the part runs."""
+    frozen, head = nn.Linear(64, 64), nn.Linear(64, 64)
+    oracle.with_gradients(head.parameters())
+    x = torch.randn(256, 64)
+
+    def run(layers):
+        with torch.no_grad():
+            y = x
+            for _ in range(8):
+                y = frozen(y).sigmoid()
+        for _ in range(layers):
+            y = head(y).tanh()
+        return y.square().mean()
+
+    for layers in (2, 12):
+        loss, scope = known(functools.partial(run, layers))
+        assert scope.stats.cuts
+        ran = count(loss.backward)
+        assert ran["tanh"] > 0
+        assert "sigmoid" not in ran
+
+
 def test_the_last_stretch_is_not_made_again():
     """Logits over a large vocabulary: backward begins with them."""
     head = torch.rand(64, 2_000, requires_grad=True)
@@ -1027,6 +1067,27 @@ def test_what_was_saved_before_a_convolution_with_a_stride_is_not_there_in_its_b
     assert peak <= 1.1 * theirs
 
 
+@NO_ROOM
+@pytest.mark.parametrize("steps", [50, 400])
+def test_a_stem_of_convolutions_needs_no_more_than_checkpoints_by_hand(steps):
+    """The second one works with most; its input is saved just before it, and the first one's result
+    should not be there then. The step before works with more than half as many bytes."""
+    clear_programs()
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.Conv2d(*pair, 3, 2, 1), nn.BatchNorm2d(pair[1]), nn.ReLU())
+        for pair in ((3, 32), (32, 32), (32, 64))
+    )
+    x = torch.randn(2, 3, 128, 128)
+    oracle.with_gradients(blocks.parameters())
+
+    def forward(call):
+        return units_of(through(each_called(call, blocks), x).mean((2, 3)), steps)
+
+    run, peak, theirs = beside_torch(forward)
+    assert peak <= theirs
+    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
+
+
 class Bottleneck(nn.Module):
     """Of a ResNet: convolutions with norms, and one beside them where sizes change."""
 
@@ -1140,6 +1201,7 @@ def against_zeros(loss):
 
 
 LOSSES = ("binary_cross_entropy_with_logits", "huber_loss", "mse_loss", "smooth_l1_loss")
+PICKED = torch.zeros(8, 8, 100, 1, dtype=torch.int64)
 WORKING = {name: against_zeros(getattr(nn.functional, name)) for name in LOSSES}
 WORKING |= {
     "abs": torch.abs,
@@ -1147,6 +1209,7 @@ WORKING |= {
     "batch norm": nn.BatchNorm1d(100),
     "clamp": lambda x: x.clamp(-1, 1),
     "cos": torch.cos,
+    "gather": lambda x: x.unsqueeze(1).expand(-1, 8, -1, -1).gather(3, PICKED),
     "log1p": torch.log1p,
     "logsumexp": lambda x: x.logsumexp(-1),
     "max_pool1d": lambda x: nn.functional.max_pool1d(x, 2),

@@ -172,6 +172,8 @@ def test_bad_input_and_plain_code():
     with checkpointing.disabled(), checkpoint_scope(report=True) as scope:
         y = chain(leaf())
     assert scope.report() == report(y) == report(torch.ones(2)) == Report(())
+    assert "no region: none was entered with grad mode on" in str(Report(()))
+    assert "in 1 region:" in str(report(checkpointed(chain)(leaf())))
 
 
 @DOORS

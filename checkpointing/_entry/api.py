@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial, wraps
 from inspect import Parameter, Signature
+from textwrap import shorten
 from types import MethodType
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, overload
+from typing import Any, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, overload
 from weakref import ref
 
 import torch.utils.checkpoint
@@ -221,7 +222,8 @@ def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
             results may be any nesting of containers, dataclasses and objects. Of an `nn.Module`
             subclass, the `forward` is wrapped in place; `isinstance`, pickling and `state_dict`
             work as before. For a module *instance*, or another callable object, the result is an
-            object that runs it.
+            object that runs it. It is no module: a model that has it as an attribute does not have
+            its parameters. For the modules of a model, use `checkpoint_modules`.
         backend: `"rerun"` (the default) calls the function again. `"replay"` runs the recorded
             operators again, and only those that are needed. `"reentrant"` is torch's legacy way.
         enabled: False makes every call a plain one.
@@ -338,7 +340,8 @@ def wrap(entry: str, fn: Any, run: Any, name: str = "") -> Any:
         return fn
     if not callable(fn):
         raise TypeError(
-            f"{entry} wraps functions, methods, modules and callable objects, not {fn!r}"
+            f"{entry} wraps functions, methods, modules and callable objects, not "
+            f"{shorten(repr(fn), 80)}. Call what it returns: {entry}(fn)(x). Options are keywords."
         )
     refuse_generators(entry, fn)
     if isinstance(fn, MethodType):
@@ -366,6 +369,13 @@ class CheckpointedObject:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fn = self.__wrapped__
         return self.run(fn, args, kwargs, type(fn).__qualname__)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a checkpointed object can only be called, and has no attribute {name!r}. The object "
+            "itself is its `__wrapped__`. For a module that keeps its attributes, use "
+            "checkpoint_modules(model, ...), or decorate its class."
+        )
 
 
 def refuse_generators(entry: str, fn: Any) -> None:
@@ -668,6 +678,12 @@ class checkpoint_scope:
 
     def __exit__(self, *error: Any) -> None:
         self._block.__exit__(*error)
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            "checkpoint_scope is no decorator: write `with checkpoint_scope(...):`, or decorate "
+            "the function with `@checkpointed(backend='replay', ...)`"
+        )
 
 
 _torch.leave_eager(checkpoint_scope.__enter__, _RECORDS)

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from textwrap import shorten
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .. import _torch, errors
@@ -128,7 +130,7 @@ def tag(x: T, name: str) -> T:
     Source of the method: `jax.ad_checkpoint.checkpoint_name`.
     """
     if not isinstance(name, str):
-        raise TypeError(f"a tag is a string, not {name!r}")
+        raise TypeError(f"a tag is a string, not {shorten(repr(name), 80)}: tag(x, name)")
     region = thread.region
     if region is None:
         return x
@@ -439,10 +441,11 @@ def as_policy(policy: Any) -> Policy | None:
         return policy
     if isinstance(policy, list | tuple | set | frozenset):
         return save_ops(*policy)
-    if not callable(policy) or policy in (auto, offload, save_ops, save_tagged):
+    is_maker = policy in (auto, offload, save_ops, save_tagged)
+    if is_maker or isinstance(policy, nn.Module) or not callable(policy):
         raise TypeError(
             "a policy is one of checkpointing's, such as `auto()`, a list of operators, or a "
-            f"function, not {policy!r}"
+            f"function, not {shorten(repr(policy), 80)}"
         )
     text = f"<policy {getattr(policy, '__qualname__', policy)}>"
     return Policy(text, of_ops=((policy, True),))

@@ -85,6 +85,8 @@ class Report(NamedTuple):
     regions: tuple[RegionReport, ...]
 
     def __str__(self) -> str:
+        if not self.regions:
+            return "no region: none was entered with grad mode on, or backward has freed them"
         lines = ["would hold   held now  region"]
         for region in self.regions[:_ROWS]:
             saved = "" if region.bytes_saved is None else size(region.bytes_saved)
@@ -92,7 +94,8 @@ class Report(NamedTuple):
                 f"{saved:>10} {size(region.bytes_held):>10}  {region.name}  {_short(region.line)}"
             )
         tensors = _sorted(t for region in self.regions for t in region.held + region.saved)
-        lines += ["", f"the largest of {len(tensors)} tensors in {len(self.regions)} regions:"]
+        where = "1 region" if len(self.regions) == 1 else f"{len(self.regions)} regions"
+        lines += ["", f"the largest of {len(tensors)} tensors in {where}:"]
         for t in tensors[:_ROWS]:
             about = f"{t.dtype}{[*t.shape]}"[6:]
             lines.append(f"{size(t.nbytes):>10}  {t.kind:<12}  {about:<26}  {t.operator or ''}")
@@ -140,7 +143,7 @@ def report(*outputs: Tensor) -> Report:
     """
     for output in outputs:
         if not isinstance(output, Tensor):
-            raise TypeError(f"report takes tensors, such as a loss, not {output!r}")
+            raise TypeError(f"report takes tensors, such as a loss, not {type(output).__name__}")
     parts = [
         saved
         for node in _torch.nodes_from([output.grad_fn for output in outputs], {None})

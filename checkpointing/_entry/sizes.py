@@ -6,7 +6,7 @@ from typing import Any
 
 def bytes_of(name: str, given: Any) -> int:
     """A number of bytes, given as such or as text; `name` is that of the argument."""
-    wrong = f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}"
+    wrong = f"{name} is an int, in bytes, such as 10**9, or text like '1.5 GiB', not {given!r}"
     if isinstance(given, str):
         match = re.fullmatch(
             r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*(?:([kmgt])(i?))?b?\s*", given.lower()

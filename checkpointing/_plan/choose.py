@@ -3,9 +3,10 @@
 One rule. The target is the peak of a cut at every block that the program repeats, as users place
 them by hand, or of two where that needs less. Where such blocks are not most of the program, as in
 a pyramid of convolutions, or where that peak is over 1.5 times the least one, the target is the
-least peak. Under it, the least recompute is taken among a few ways to cut, each filled. Where
-operators are so small that keeping their results takes longer than running them again, only what
-the cuts need is kept. In the end, cuts that make no difference to the peak go.
+least peak, with room for what parts without grad mode hand on. Under it, the least recompute is
+taken among a few ways to cut, each filled. Where operators are so small that keeping their results
+takes longer than running them again, only what the cuts need is kept. In the end, cuts that make no
+difference to the peak go.
 
 Rejected: spending a fixed part of the least peak on less recompute. Where logits are most of the
 peak, a few percent of it are all the checkpoints of the model; where attention is, they are one of
@@ -32,6 +33,10 @@ def choose(stretch: Stretch, peak: int | None = None) -> Filling:
     most = int(least * (1 + _MOST_SLACK)) if peak is None else max(peak, least)
     by_hand, cuts = _by_hand(stretch, tight, most)
     target = by_hand or least
+    if peak is None and stretch.frozen:
+        beside = _bare(stretch, tight)
+        beside.keep(beside.kept | stretch.frozen)
+        target = max(target, beside.peak)
     if peak is not None:  # the search stops a little above what its cuts need
         target = max(peak, min(target, _bare(stretch, tight).peak))
     best = _filled(cutting, cuts, target)

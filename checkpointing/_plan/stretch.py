@@ -49,9 +49,10 @@ class Stretch:
     def _candidates(self) -> list[int]:
         """The ends, and positions that little crosses, or much less after the next step: in each
         part, the one that the fewest bytes cross, and one before a step whose backward works with
-        about the most bytes, and with twice as many as that of the step before (a convolution with
-        a stride): what was saved before should not be there then. Parts are even in steps and in
-        saved bytes together, since a stem may save most of the bytes in a few steps."""
+        about the most bytes, where a kernel allocates some of them (a convolution with a stride) or
+        they are twice as many as that of the step before: what was saved before should not be there
+        then. Parts are even in steps and in saved bytes together, since a stem may save most of the
+        bytes in a few steps."""
         crossing, count = self.crossing, self.model.count
         found = [
             p
@@ -59,11 +60,12 @@ class Stretch:
             if self.model.made[p - 1] and _is_low(*crossing[p - 1 : p + 2])
         ]
         there, backward = self._saved_before, self.model.backward
-        most = max(backward)
+        most, steps = max(backward), self.model.path.steps[self.model.first :]
         best: dict[tuple[int, bool], int] = {}  # by part
         for p in sorted(found, key=crossing.__getitem__):
             far = p / count + there[p] / max(1, there[count])
-            is_demanding = backward[p] >= max(_ABOUT * most, 2 * backward[p - 1])
+            before = 0 if steps[p].scratch else 2 * backward[p - 1]
+            is_demanding = backward[p] >= max(_ABOUT * most, before)
             best.setdefault((int(far / 2 * _MOST_CANDIDATES), is_demanding), p)
         return [0, *sorted(best.values()), count]
 
@@ -84,6 +86,16 @@ class Stretch:
         begins = sorted({at for run in self.blocks for at in run if 0 < at < self.model.count})
         every = 1 + len(begins) // (_MOST_BLOCKS + 1)
         self.positions = sorted({*self.positions, *begins[::every]})
+
+    @cached_property
+    def frozen(self) -> set[int]:
+        """Memories that were made with grad mode off, and are needed where it is on. Who
+        checkpoints by hand never makes them again."""
+        steps = self.model.path.steps[self.model.first :]
+        modes = [*zip(steps, self.model.made, self.reads, strict=False)]
+        off = {n for step, made, _ in modes if not step.grad_mode for n in made}
+        needed = {n for step, _, read in modes if step.grad_mode for n in read}
+        return self.dear & off & (needed | self.saved.keys())
 
     def _across(self, run: range, n: int = 0) -> int:
         """The bytes that cross cuts after so many steps in each block."""

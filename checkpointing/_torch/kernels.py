@@ -13,6 +13,8 @@ from .memory import memory_size
 
 # ---- what is saved, and computed
 
+_RECURRENT = ("cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")
+
 # Autograd saves what these return: their derivatives are formulas of it.
 _SAVED = {
     "exp",
@@ -45,7 +47,11 @@ def _name_of(func: Any) -> str:
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """The floating-point operations of a call; 0 if torch does not count the operator, or does not
-    know the shapes."""
+    know the shapes. Torch does not count recurrent layers."""
+    if _name_of(func) in _RECURRENT:
+        rows = args[0].numel() // max(1, args[0].shape[-1])
+        weights = [*args[1]] if isinstance(args[1], list | tuple) else args[1:3]
+        return int(2 * rows * sum(weight.numel() for weight in weights))
     from torch.utils.flop_counter import flop_registry  # `import torch` does not import it
 
     formula = flop_registry.get(getattr(func, "overloadpacket", func))
@@ -84,6 +90,8 @@ _DERIVATIVES = {
 }
 # What is summed up for the gradient of a smaller factor or divisor, in sizes of the result.
 _BROADCASTING = {"div": 3, "mul": 1}
+# Their gradient has the shape of what they read, also where that is expanded.
+_PICKING = ("gather", "index", "index_select")
 # Copies that the forward of a loss makes of the largest tensor that it reads.
 LOSSES = {
     "binary_cross_entropy_with_logits": 2,
@@ -103,6 +111,8 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
     if func is _LSTM:  # weights in another layout, and gradients of the gates
         return int(2 * (args[1].nbytes + args[2].nbytes) + 4 * result[0].nbytes)
     name = _name_of(func)
+    if name in _PICKING and args[0].requires_grad:
+        return max(0, int(args[0].nbytes) - memory_size(args[0]))
     read = [memory_size(a) for a in args if isinstance(a, Tensor) and a.requires_grad]
     if name in _BROADCASTING:
         made = memory_size(result)
