@@ -36,7 +36,7 @@ def choose(stretch: Stretch, peak: int | None = None) -> Filling:
     if peak is None and stretch.frozen:
         beside = _bare(stretch, tight)
         beside.keep(beside.kept | stretch.frozen)
-        target = max(target, beside.peak)
+        target = max(target, min(most, beside.peak))
     if peak is not None:  # the search stops a little above what its cuts need
         target = max(peak, min(target, _bare(stretch, tight).peak))
     best = _filled(cutting, cuts, target)
