@@ -445,9 +445,32 @@ def test_slips_of_the_first_minute_are_refused_with_the_fix():
         assert "\n" not in str(caught.value)
 
 
-def test_what_a_checkpointed_object_does_not_have_is_said_with_the_fix():
-    """It is no module: an optimizer, or a model that has it, needs the module itself."""
-    run = checkpointed(PlainBlock())
-    with pytest.raises(AttributeError, match=r"'parameters'.* `__wrapped__`.*checkpoint_modules"):
-        run.parameters()
-    assert not hasattr(run, "train")
+def test_a_module_instance_stays_a_module_of_its_model():
+    """Its parameters are trained, and have the names, states and copies of plain ones."""
+    x, models = leaf(4, 3), []
+    for around in (lambda module: module, checkpointed):
+        torch.manual_seed(0)
+        inner = nn.Sequential(PlainBlock(), nn.BatchNorm1d(3), nn.Dropout())
+        models.append(nn.Sequential(nn.Linear(3, 3), around(inner), around(PlainBlock())))
+    plain, model = models
+
+    def step(model):
+        torch.manual_seed(1)
+        return torch.autograd.grad(model(x).sum(), [*model.parameters()])
+
+    for names in (nn.Module.named_modules, nn.Module.named_parameters, nn.Module.named_buffers):
+        assert dict(names(model)).keys() == dict(names(plain)).keys()
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(1)
+    model.load_state_dict(plain.state_dict())
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    expected = step(plain)
+    for each in (model, *copies):
+        assert all(map(torch.equal, step(each), expected))
+        assert count(each(x).sum().backward)["exp"] == 2
+        assert not any(module.training for module in each.eval().modules())
+    assert model[2].scale is model[2].__wrapped__.scale
+    with pytest.raises(AttributeError, match="'PlainBlock' object has no attribute 'weight'"):
+        _ = model[2].weight

@@ -155,11 +155,10 @@ class Holding(nn.Module):
 
     def __init__(self, backend="rerun"):
         super().__init__()
-        self.block = Block()
-        self.run = checkpointed(self.block, backend=backend)
+        self.block = checkpointed(Block(), backend=backend)
 
     def forward(self, x, *, scale=1.0):
-        return self.run(x, scale=scale)
+        return self.block(x, scale=scale)
 
 
 def with_handle(select="layers.1", **options):

@@ -221,9 +221,9 @@ def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
         fn: a function, method, static or class method, lambda or callable object. Arguments and
             results may be any nesting of containers, dataclasses and objects. Of an `nn.Module`
             subclass, the `forward` is wrapped in place; `isinstance`, pickling and `state_dict`
-            work as before. For a module *instance*, or another callable object, the result is an
-            object that runs it. It is no module: a model that has it as an attribute does not have
-            its parameters. For the modules of a model, use `checkpoint_modules`.
+            work as before. For a module *instance* the result is a module that runs it, and has
+            its parameters, attributes and `state_dict`; for another callable object, an object that
+            runs it.
         backend: `"rerun"` (the default) calls the function again. `"replay"` runs the recorded
             operators again, and only those that are needed. `"reentrant"` is torch's legacy way.
         enabled: False makes every call a plain one.
@@ -347,7 +347,8 @@ def wrap(entry: str, fn: Any, run: Any, name: str = "") -> Any:
     if isinstance(fn, MethodType):
         return MethodType(wrap(entry, fn.__func__, run), fn.__self__)
     if not inspect.isroutine(fn):
-        return CheckpointedObject(fn, run)
+        kind = CheckpointedModule if isinstance(fn, nn.Module) else CheckpointedObject
+        return kind(fn, run)
     name = name or getattr(fn, "__qualname__", repr(fn))
 
     @wraps(fn)
@@ -364,18 +365,47 @@ class CheckpointedObject:
     enters_region = True
 
     def __init__(self, fn: Any, run: Any) -> None:
-        self.__wrapped__, self.run = fn, run
+        self.__wrapped__, self._run = fn, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fn = self.__wrapped__
-        return self.run(fn, args, kwargs, type(fn).__qualname__)
+        return self._run(fn, args, kwargs, type(fn).__qualname__)
+
+
+class CheckpointedModule(nn.Module):
+    """A module, run in regions. Names, states and attributes are those of the module itself."""
+
+    enters_region = True
+    forward = CheckpointedObject.__call__
+
+    def __init__(self, fn: Any, run: Any) -> None:
+        super().__init__()
+        # The name that torch's distributed checkpoints leave out.
+        self._checkpoint_wrapped_module, self._run = fn, run
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self._checkpoint_wrapped_module
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"a checkpointed object can only be called, and has no attribute {name!r}. The object "
-            "itself is its `__wrapped__`. For a module that keeps its attributes, use "
-            "checkpoint_modules(model, ...), or decorate its class."
-        )
+        if name.startswith("_"):
+            return super().__getattr__(name)
+        return getattr(self.__wrapped__, name)
+
+    def named_modules(
+        self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        yield prefix, self
+        yield from self.__wrapped__.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *about: Any) -> None:
+        inside = prefix + "_checkpoint_wrapped_module."
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[inside + name.removeprefix(prefix)] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *about)
 
 
 def refuse_generators(entry: str, fn: Any) -> None:
