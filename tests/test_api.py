@@ -467,6 +467,7 @@ def test_a_module_instance_stays_a_module_of_its_model():
     model.load_state_dict(plain.state_dict())
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     expected = step(plain)
+    assert checkpointed(nn.Linear(1, 1).eval()).training is False
     for each in (model, *copies):
         assert all(map(torch.equal, step(each), expected))
         assert count(each(x).sum().backward)["exp"] == 2

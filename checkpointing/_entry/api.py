@@ -382,6 +382,7 @@ class CheckpointedModule(nn.Module):
         super().__init__()
         # The name that torch's distributed checkpoints leave out.
         self._checkpoint_wrapped_module, self._run = fn, run
+        del self.training  # that of the module, until this one is told another
 
     @property
     def __wrapped__(self) -> Any:
