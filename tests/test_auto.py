@@ -1316,3 +1316,28 @@ def test_a_peak_is_kept_and_costs_no_more_than_a_smaller_one():
         again.append(run.scope.stats.ops_replayed)
     assert again == sorted(again, reverse=True)
     assert again[0] > again[-1]
+
+
+def test_the_stats_of_a_block_with_a_backward_inside_are_those_of_what_came_before_it():
+    """As if the scope had ended there; and twice the bytes and cuts with two of them."""
+    model, x = (
+        nn.Sequential(
+            *[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8)]
+        ),
+        torch.randn(128, 64),
+    )
+    found = []
+    for steps in (0, 1, 2):
+        for _ in range(3):  # later steps have gradients from the first on
+            with checkpoint_scope(auto()) as entered:
+                for _ in range(max(1, steps)):
+                    loss = model(x).square().mean()
+                    if steps:
+                        loss.backward()
+            if not steps:
+                loss.backward()
+        found.append(entered.stats)
+    outside, once, twice = found
+    assert outside.peak_predicted == once.peak_predicted == twice.peak_predicted > 0
+    assert 2 * outside.bytes_saved == 2 * once.bytes_saved == twice.bytes_saved > 0
+    assert len(outside.cuts) == len(once.cuts) == len(twice.cuts) / 2 > 0

@@ -592,7 +592,8 @@ class Stats(NamedTuple):
         cuts: positions among the recorded operators. Every value that is needed there is kept, so
             no recompute crosses a cut.
         peak_predicted: the most memory that forward and backward of the block need according to the
-            plan of `auto()`, with gradients; 0 without `auto()` and while the block runs.
+            plan of `auto()`, with gradients; 0 without `auto()`, and until the block has ended or a
+            backward in it has begun.
         peak_asked: that of `auto(peak=...)`, in bytes; else None.
     """
 
@@ -682,8 +683,8 @@ class checkpoint_scope:
             frame.saved_bytes,
             region.bytes_held - kept,
             kept,
-            cuts,
-            frame.plan.peak if frame.plan else 0,
+            (*cuts,),
+            frame.peak,
             placement and placement.peak,
         )
 

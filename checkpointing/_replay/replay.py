@@ -98,8 +98,8 @@ class Replay(Frame):
     replays: int = 0
     replayed = 0
     plan: Plan | None = None  # when the block has ended
-    _counted = 0  # operators, before the block began anew
-    _saved = 0  # bytes, in earlier pieces
+    # Of what came before the block began anew: operators, bytes, and the largest peak predicted.
+    _counted = _saved = peak = 0
     _order: dict[ref[Moved], int] | None = None  # in which backward wants them
 
     def __init__(self, run: Run, *about: Any) -> None:
@@ -107,7 +107,7 @@ class Replay(Frame):
         self.run = run
         self.save = run.save
         self._pieces: list[int] = []  # the steps at which they ended, by id
-        self._ends: list[int] = []  # operators before these
+        self._cuts: list[int] = []  # there, and in plans: operators before these
 
     # ---- what the holders get
 
@@ -154,12 +154,14 @@ class Replay(Frame):
 
     def _leave(self) -> None:
         """What comes next in the block is like another run."""
-        self._counted += sum(step.is_counted for step in self._hand_over().path.steps)
+        plan = self._hand_over()
+        self._counted, self._cuts = self._counts(plan.path)
+        self._saved += self.run.store.saved_bytes
+        self.peak = max(self.peak, plan.peak)
 
     def _end_piece(self) -> int:
         self._leave()
-        self._ends.append(self._counted)
-        self._saved += self.run.store.saved_bytes
+        self._cuts.append(self._counted)
         self._pieces.append(id(self.run.step))
         return len(self.holders)
 
@@ -167,6 +169,7 @@ class Replay(Frame):
         """The block has ended: what its windows need goes to the holders. Returns the complaint of
         its plan, if it has one."""
         self.plan = plan = self._hand_over()
+        self.peak = max(self.peak, plan.peak)
         run, program = self.run, self.run.program
         if run.ends is not None:
             if program.history.came_in((*self._pieces, id(run.step)), run.ends.saved(run.path)):
@@ -355,12 +358,13 @@ class Replay(Frame):
         step = path.maker_of(holder.saved.value)
         return super().maker(holder, tensor) if step is None else str(step.func)
 
-    def counts(self) -> tuple[int, tuple[int, ...]]:
+    def counts(self) -> tuple[int, list[int]]:
         """How many operators were recorded, and where among them the cuts are."""
-        path = self.run.so_far() if self.plan is None else self.plan.path
-        before = [*accumulate([step.is_counted for step in path.steps], initial=0)]
-        cuts = [self._counted + before[cut] for cut in path.cuts]
-        return self._counted + before[-1], (*self._ends, *cuts)
+        return self._counts(self.run.so_far() if self.plan is None else self.plan.path)
+
+    def _counts(self, path: Path) -> tuple[int, list[int]]:
+        before = [*accumulate([step.is_counted for step in path.steps], initial=self._counted)]
+        return before[-1], [*self._cuts, *[before[cut] for cut in path.cuts]]
 
     def holdings(self) -> Iterable[Holding]:
         holders: Any = [weak() for weak in self.holders]
