@@ -187,9 +187,8 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
     parameters and their views if the same operator saves them, what is drawn from nothing (the
     masks of dropout), and views of what that group starts from, too. Backward needs that group for
     longer, so no input is held for longer than before. What was saved before all else joins the
-    first group only if the same operator saves it, or if that starts from the same inputs. The
-    views of a base that remain are one group, since it is held for all of them anyway, and so are
-    parameters."""
+    first group only if the same operator saves it, or what that starts from. The views of a base
+    that remain are one group, since it is held for all of them anyway, and so are parameters."""
     found: list[list[int]] = []
     small: list[tuple[list[int], Set[Value], bool]] = []  # ..., and whether it is drawn
     # By slot: its group, and the inputs and kept values that this starts from.
@@ -211,8 +210,11 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
         around = order[max(0, before) : before + 2]
         beside = [slot for slot in around if path.saved_after[slot] == saver]
         host, held = hosts[(beside or around)[0]] if around else (slots, frozenset())
-        is_before = beside or before >= 0
-        if around and (inputs <= held if is_before else inputs == held):
+        needed: Set[Value] = frozenset()
+        if not beside and before < 0:  # what the same operator has saved is held as long, too
+            saved = zip(path.slots, path.saved_after, strict=True)
+            needed = held - {slot.value for slot, after in saved if after == saver}
+        if around and needed <= inputs <= held:
             host += slots
         elif is_drawn:
             found.append(slots)

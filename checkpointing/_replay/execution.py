@@ -16,11 +16,6 @@ from .._plan import Found, Instruction, Window
 from .._record import Like, shapes_of, tensors_of
 
 
-def was_given_back(parameter: Tensor) -> bool:
-    """Whether FSDP2 has given back the memory of a parameter."""
-    return _torch.has_storage(parameter) and not _torch.has_memory(parameter)
-
-
 class Work(Task):
     """The tensors of a block in one graph task, computed by replays of windows."""
 
@@ -34,7 +29,7 @@ class Work(Task):
         """What a run holds."""
         if type(held) is Aliased:
             alias = held.fetch(where)
-            if held.is_parameter and was_given_back(alias):
+            if held.is_parameter and _torch.was_given_back(alias):
                 raise errors.given_back(where, alias.shape)
             return alias
         if type(held) in _torch.UNWRAPPED:  # an earlier replay has made it

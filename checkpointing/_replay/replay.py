@@ -32,7 +32,7 @@ from .._engine import (
 )
 from .._plan import Group, Plan, attach, plan_of
 from .._record import Ends, Path, Pieces, Run, Value, size_pieces
-from .execution import Execution, Work, was_given_back
+from .execution import Execution, Work
 
 _MUCH, _NEARLY_ALL = 1 << 26, 0.9  # bytes that a block saves, and the part that backward needs
 _AHEAD = 2  # how many offloaded tensors are prefetched
@@ -238,7 +238,7 @@ class Replay(Frame):
         held = self._stock_of(holder).held.get(slot.value)
         if type(held) is not Aliased:
             return None
-        if held.is_stale or was_given_back(held.packed):
+        if held.is_stale or _torch.was_given_back(held.packed):
             return None  # which a recompute says
         return held.packed  # type: ignore[no-any-return]
 

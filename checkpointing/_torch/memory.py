@@ -48,15 +48,20 @@ def memory_size(tensor: Tensor) -> int:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has memory, and all of it is there. FSDP2 and others that stream weights
+    """Whether a tensor has memory, and all of it is there."""
+    return has_storage(tensor) and not was_given_back(tensor)
+
+
+def was_given_back(tensor: Tensor) -> bool:
+    """Whether some of the memory of a tensor is not there. FSDP2 and others that stream weights
     give it back for a while; kernels would crash on it."""
     if not has_storage(tensor):
         return False
-    there = memory_size(tensor)
+    there = tensor.untyped_storage().nbytes()
     if there >= tensor.nbytes:
-        return True
+        return False
     length = tensor.storage_offset() + _length(tensor.shape, tensor.stride())  # if expanded
-    return there >= length * tensor.itemsize
+    return there < length * tensor.itemsize
 
 
 def is_on(tensor: Tensor, storages: Set[int | None]) -> bool:
