@@ -1320,12 +1320,8 @@ def test_a_peak_is_kept_and_costs_no_more_than_a_smaller_one():
 
 def test_the_stats_of_a_block_with_a_backward_inside_are_those_of_what_came_before_it():
     """As if the scope had ended there; and twice the bytes and cuts with two of them."""
-    model, x = (
-        nn.Sequential(
-            *[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8)]
-        ),
-        torch.randn(128, 64),
-    )
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8)]
+    model, x = nn.Sequential(*blocks), torch.randn(128, 64)
     found = []
     for steps in (0, 1, 2):
         for _ in range(3):  # later steps have gradients from the first on

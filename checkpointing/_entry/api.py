@@ -389,14 +389,14 @@ class CheckpointedModule(nn.Module):
         return self._checkpoint_wrapped_module
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_"):  # such as `__deepcopy__`, which would copy that module alone
             return super().__getattr__(name)
         return getattr(self.__wrapped__, name)
 
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        yield prefix, self
+        yield prefix, self  # FSDP2 looks here for the modules that it has sharded
         yield from self.__wrapped__.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -586,7 +586,8 @@ class Stats(NamedTuple):
         ops_recorded: operators of the block, without views and those that return no tensors.
         ops_replayed: operators that were run again so far.
         replays: windows that were replayed so far.
-        bytes_saved: the memory that plain autograd would hold for backward, without parameters.
+        bytes_saved: the memory that plain autograd would hold for backward, without parameters. If
+            several backward passes run in the block, the sum over them.
         bytes_held: held now for recompute: inputs of the block and states of random generators.
         bytes_kept: held now because of `keep`, a policy, or a choice that is never made again.
         cuts: positions among the recorded operators. Every value that is needed there is kept, so
@@ -683,7 +684,7 @@ class checkpoint_scope:
             frame.saved_bytes,
             region.bytes_held - kept,
             kept,
-            (*cuts,),
+            cuts,
             frame.peak,
             placement and placement.peak,
         )

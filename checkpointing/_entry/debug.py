@@ -17,7 +17,7 @@ class OpLog(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # as of the mode that follows a block
+        return True  # see `Follower`
 
     def __enter__(self) -> Any:
         self._lines = []  # without those of the recompute before this one

@@ -100,8 +100,8 @@ class _Rehearsal(Run):
                 "checkpoint, hide what autograd saves. Switch them off first."
             )
         if any(map(_torch.is_lazy, (*module.parameters(), *module.buffers()))):
-            # Their first numbers would be put back to none.
-            raise ValueError("forecast: run the model once before, since it has lazy modules.")
+            # Their weights would be put back to memory that nobody has initialised.
+            raise ValueError("forecast: the model has lazy modules. Run it once first.")
         for each in module.modules():
             self.buffers.setdefault(each, dict(_torch.buffers_of_module(each)[0]))
 

@@ -441,8 +441,8 @@ def as_policy(policy: Any) -> Policy | None:
         return policy
     if isinstance(policy, list | tuple | set | frozenset):
         return save_ops(*policy)
-    is_maker = policy in (auto, offload, save_ops, save_tagged)
-    if is_maker or isinstance(policy, nn.Module) or not callable(policy):
+    is_function = callable(policy) and not isinstance(policy, nn.Module)
+    if not is_function or policy in (auto, offload, save_ops, save_tagged):
         raise TypeError(
             "a policy is one of checkpointing's, such as `auto()`, a list of operators, or a "
             f"function, not {shorten(repr(policy), 80)}"

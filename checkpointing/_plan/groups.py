@@ -13,7 +13,7 @@ mask or a rotary table that all layers share would make one window of the whole 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cached_property
@@ -187,8 +187,10 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
     parameters and their views if the same operator saves them, what is drawn from nothing (the
     masks of dropout), and views of what that group starts from, too. Backward needs that group for
     longer, so no input is held for longer than before. What was saved before all else joins the
-    first group only if the same operator saves it, or what that starts from. The views of a base
-    that remain are one group, since it is held for all of them anyway, and so are parameters."""
+    first group only if the same operator saves it, or if all that this group starts from is held as
+    long in any case: it is an input of what joins, or its operator saves that, too. The views of a
+    base that remain are one group, since it is held for all of them anyway, and so are
+    parameters."""
     found: list[list[int]] = []
     small: list[tuple[list[int], Set[Value], bool]] = []  # ..., and whether it is drawn
     # By slot: its group, and the inputs and kept values that this starts from.
@@ -212,8 +214,9 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
         host, held = hosts[(beside or around)[0]] if around else (slots, frozenset())
         needed: Set[Value] = frozenset()
         if not beside and before < 0:  # what the same operator has saved is held as long, too
-            saved = zip(path.slots, path.saved_after, strict=True)
-            needed = held - {slot.value for slot, after in saved if after == saver}
+            first = bisect_left(path.saved_after, saver)
+            last = bisect_right(path.saved_after, saver)
+            needed = held - {slot.value for slot in path.slots[first:last]}
         if around and needed <= inputs <= held:
             host += slots
         elif is_drawn:

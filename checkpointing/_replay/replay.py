@@ -100,6 +100,7 @@ class Replay(Frame):
     plan: Plan | None = None  # when the block has ended
     # Of what came before the block began anew: operators, bytes, and the largest peak predicted.
     _counted = _saved = peak = 0
+    _cuts: tuple[int, ...] = ()  # there, and where the pieces ended: operators before these
     _order: dict[ref[Moved], int] | None = None  # in which backward wants them
 
     def __init__(self, run: Run, *about: Any) -> None:
@@ -107,7 +108,6 @@ class Replay(Frame):
         self.run = run
         self.save = run.save
         self._pieces: list[int] = []  # the steps at which they ended, by id
-        self._cuts: list[int] = []  # there, and in plans: operators before these
 
     # ---- what the holders get
 
@@ -161,7 +161,7 @@ class Replay(Frame):
 
     def _end_piece(self) -> int:
         self._leave()
-        self._cuts.append(self._counted)
+        self._cuts += (self._counted,)
         self._pieces.append(id(self.run.step))
         return len(self.holders)
 
@@ -358,13 +358,13 @@ class Replay(Frame):
         step = path.maker_of(holder.saved.value)
         return super().maker(holder, tensor) if step is None else str(step.func)
 
-    def counts(self) -> tuple[int, list[int]]:
+    def counts(self) -> tuple[int, tuple[int, ...]]:
         """How many operators were recorded, and where among them the cuts are."""
         return self._counts(self.run.so_far() if self.plan is None else self.plan.path)
 
-    def _counts(self, path: Path) -> tuple[int, list[int]]:
+    def _counts(self, path: Path) -> tuple[int, tuple[int, ...]]:
         before = [*accumulate([step.is_counted for step in path.steps], initial=self._counted)]
-        return before[-1], [*self._cuts, *[before[cut] for cut in path.cuts]]
+        return before[-1], (*self._cuts, *[before[cut] for cut in path.cuts])
 
     def holdings(self) -> Iterable[Holding]:
         holders: Any = [weak() for weak in self.holders]

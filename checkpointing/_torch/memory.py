@@ -53,8 +53,8 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def was_given_back(tensor: Tensor) -> bool:
-    """Whether some of the memory of a tensor is not there. FSDP2 and others that stream weights
-    give it back for a while; kernels would crash on it."""
+    """Whether part of the memory of a tensor has been freed. FSDP2 and others that stream weights
+    free it for a while; kernels would crash on it."""
     if not has_storage(tensor):
         return False
     there = tensor.untyped_storage().nbytes()

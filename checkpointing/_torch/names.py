@@ -276,7 +276,7 @@ _COMPOSITE_NESTED = _C.DispatchKey.CompositeImplicitAutogradNestedTensor
 
 def is_composite(func: Any) -> bool:
     """Whether an operator consists of others where no backend has a kernel of its own."""
-    # (The dispatcher does not know what a nested tensor is asked for its sizes with.)
+    # (Nested tensors are asked for their sizes by operators that the dispatcher does not know.)
     is_known = isinstance(func, OpOverload) and _C._dispatch_has_kernel(func.name())
     return is_known and _has_kernel(func.name(), _COMPOSITE)
 
