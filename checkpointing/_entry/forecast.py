@@ -122,7 +122,7 @@ class _Rehearsal(Run):
 
     def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
         if step.effect or step.updates:
-            for tensor in step.written(args, kwargs):
+            for tensor in step.info.targets_of(args, kwargs):
                 storage = _torch.storage_id(tensor)
                 if storage not in self.moments:
                     base = root_of(tensor)

@@ -219,7 +219,7 @@ class Follower(TorchDispatchMode, Position, Region):
         store, info = self.store, step.info
         is_heard = self.around is not None or store.pieces is not None or info.is_uncounted
         if is_heard or store.holds_on(step.writes):
-            written = step.written(args, kwargs)
+            written = info.targets_of(args, kwargs)
             if step.effect:
                 note_written(self.around, {*map(_torch.storage_of, written)})
             store.before_write(step, written)

@@ -54,16 +54,14 @@ class Info:
     def _read(self, schema: Any) -> None:
         """Find its writes and the kind of its results."""
         results = [result for result in schema.returns if "Tensor" in str(result.type)]
-        writes: tuple[int | str, ...] = tuple(
+        self.targets: tuple[int | str, ...] = tuple(
             argument.name if argument.kwarg_only else place
             for place, argument in enumerate(schema.arguments)
             if getattr(argument.alias_info, "is_write", False)
         )
-        self.writes = writes + self.statistics if writes else ()  # with `out=`
         # It does not read the memory that it writes.
-        writes_out = all(type(place) is str for place in self.writes)
+        writes_out = all(type(place) is str for place in self.targets)
         self.overwrites = writes_out or self.base in OVERWRITES
-        self.targets = self.writes
         if self.communicates:  # its schema does not show its writes
             self.targets = (0, "out") if self.base.endswith("_") else ("out",)
         names = [argument.name for argument in schema.arguments]
@@ -75,19 +73,17 @@ class Info:
         # Views share memory with an argument, by which they are found; results that are no tensors
         # were decided in the forward.
         is_new = [result.alias_info is None for result in results]
-        does_something = any([self.writes, self.communicates, *is_new])
+        does_something = any([self.targets, *is_new])
         self.is_view = self.base == "set_" or not does_something
         types = " ".join([str(each.type) for each in (*schema.arguments, *results)])
         # Without tensors, they belong to torch's profiler, or to other processes.
         self.is_passed = self.base in PASSED or "Tensor" not in types
         self.has_sizes = _OTHER_LISTS.search(types) is None
 
-    def targets_of(
-        self, args: Any, kwargs: dict[str, Any], with_statistics: bool = False
-    ) -> list[Tensor]:
-        """The tensors that a call with these arguments writes."""
-        given, statistics = by_place(args, kwargs), self.statistics if with_statistics else ()
-        return tensors_of([given.get(place) for place in (*self.targets, *statistics)])
+    def targets_of(self, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors that a call with these arguments may write, statistics included."""
+        given = by_place(args, kwargs)
+        return tensors_of([given.get(place) for place in (*self.targets, *self.statistics)])
 
 
 # The schema of operators without one: they take and return anything.

@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 from weakref import ref
 
@@ -204,10 +205,6 @@ class Step:
         """Whether it computes something, and can be replayed."""
         return not any((self.event, self.is_view, self.effect))
 
-    def written(self, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors that a call with these arguments writes, statistics included."""
-        return self.info.targets_of(args, kwargs, with_statistics=self.updates)
-
     def vary(self, places: list[int]) -> None:
         """From here on these arguments may be any numbers."""
         self.varies += (*places,)
@@ -302,10 +299,6 @@ def with_saves(
     """The steps from the root on, each with what autograd has saved after it; after the last one,
     so many tensors."""
     steps = [root, *path]
-    for step, after in zip(steps, [*steps[1:], None], strict=True):
-        count = len(step.saves)
-        if after is None:
-            count = last
-        elif after.event is FEWER_SAVES:
-            count = after.args[0]
+    for step, after in pairwise([*steps, fewer_saves(steps[-1], last)]):
+        count = after.args[0] if after.event is FEWER_SAVES else None
         yield step, step.saves[:count]

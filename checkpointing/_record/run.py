@@ -70,7 +70,7 @@ class Run(Follower):
         if self._here["region"] is not self:
             return False
         # What an operator writes may have been saved before it is there.
-        if self.saved and (info.writes or info.statistics):
+        if self.saved and (info.targets or info.statistics):
             return False
         if not ends.may_be_here(self.path, self.cells):
             return False
@@ -128,7 +128,7 @@ class Run(Follower):
 
     def _hears_of(self, info: Info, args: Any, kwargs: Any) -> bool:
         """Whether an operator writes where something is held for backward."""
-        pieces, written = self.store.pieces, info.targets_of(args, kwargs, with_statistics=True)
+        pieces, written = self.store.pieces, info.targets_of(args, kwargs)
         return pieces is not None and pieces.hold_at(written)
 
     def adopt(self, tensor: Tensor, slot: Slot) -> None:
