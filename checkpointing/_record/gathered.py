@@ -9,10 +9,10 @@ Invariant: a run pays nothing until it meets an operator of FSDP2.
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch
 from .position import Position
@@ -30,7 +30,7 @@ class Gathering:
         """The run is at the root of a program: its cells are empty."""
         self._cut_at = 0  # the number of cells at the last cut
         self._alive: list[int] = []  # cells from before it
-        self._kept: dict[Any, ref[Tensor]] = {}  # by id and version
+        self._kept = WeakIdKeyDictionary()  # by tensor: the version
 
     def lend(self, tensors: Iterable[Tensor]) -> None:
         """FSDP2 has gathered parameters into the memory of these tensors."""
@@ -50,8 +50,8 @@ class Gathering:
         self._alive = [cell for cell in numbers if cells[cell]() is not None]
         for tensor in [cells[cell]() for cell in self._alive]:
             if _torch.has_storage(tensor) and not self._run.known.has_met(tensor):
-                key = id(tensor), _torch.version(tensor)
-                if self._kept.get(key, lambda: None)() is not tensor:
+                version = _torch.version(tensor)
+                if self._kept.get(tensor) != version:
                     self._run.keep_at(tensor)
-                    self._kept[key] = ref(tensor)
+                    self._kept[tensor] = version
         self._cut_at = len(cells)
