@@ -35,7 +35,8 @@ class Path:
         self.kept: set[Value] = set()  # held, though steps make them
         self.cuts: list[int] = []  # steps at which something was kept
         self.memory_of: dict[int, int] = {}
-        self.writers: dict[int, list[int]] = defaultdict(list)  # steps, by memory
+        # Steps, by memory; the first stands for whatever was there before.
+        self._writers: dict[int, list[int]] = defaultdict(lambda: [NOT_WRITTEN])
         self.trained: list[int] = []  # cells of parameters
         self.differentiable: set[int] = set()  # memories from outside
         # By cell: the part that it shows of what an operator has made and another one has split.
@@ -72,7 +73,7 @@ class Path:
                 elif splits and self.split_by.setdefault(memory, step.index) == step.index:
                     self.parts[cell] = cell
         for memory in step.writes:
-            self.writers[memory].append(step.index)
+            self._writers[memory].append(step.index)
         self.kept.update([asked.value for asked in step.decides])
         if step.event is KEEP and not step.effect:
             self.cuts.append(step.index)
@@ -120,28 +121,26 @@ class Path:
         index = self.there_after(value)
         reads = [*self.steps[index].reads]
         if index != self._maker[cell]:
-            writers = self.writers[self.memory_of[cell]]
-            before = bisect_left(writers, version) - 1
-            reads.append((cell, writers[before] if before >= 0 else NOT_WRITTEN))
+            writers = self._writers[self.memory_of[cell]]
+            reads.append((cell, writers[bisect_left(writers, version) - 1]))
         return index, reads
 
     def is_current(self, value: Value) -> bool:
         """Whether nothing has written to a value."""
         cell, version = value
-        return version == max(self.writers.get(self.memory_of[cell], ()), default=NOT_WRITTEN)
+        return version == self._writers[self.memory_of[cell]][-1]
 
     def there_after(self, value: Value) -> int:
         """The step after which a run can keep a value; -1 if it is there from the beginning."""
         cell, version = value
         return max(self._maker.get(cell, NOT_WRITTEN), version)
 
-    def slice_of(self, values: Iterable[Value], without: Set[Value] = frozenset()) -> Slice:
+    def slice_of(self, values: Sequence[Value], without: Set[Value] = frozenset()) -> Slice:
         """The steps that make these values, in order, and what they start from, but for kept values
         in `without`, and those that can't stand for their memory here."""
         found: set[int] = set()
         starts: set[Value] = set()
         seen: set[Value] = set()
-        values = [*values]
         stack = [*values]
         while stack:
             value = stack.pop()
