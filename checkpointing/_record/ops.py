@@ -11,6 +11,9 @@ from torch import Tensor
 from .. import _torch
 from .._engine import CPU_RNG, Generators, rngs_of
 
+# Objects of these types are the same if they are equal; floats are if they are neither nan nor 0.
+PLAIN = frozenset({int, float, bool, str, torch.dtype, torch.device})
+
 
 class Info:
     """The traits of one operator."""
@@ -78,7 +81,7 @@ class Info:
         types = " ".join([str(each.type) for each in (*schema.arguments, *results)])
         # Without tensors, they belong to torch's profiler, or to other processes.
         self.is_passed = self.base in PASSED or "Tensor" not in types
-        self.has_sizes = _OTHER_LISTS.search(types) is None
+        self.plain = PLAIN if _OTHER_LISTS.search(types) else PLAIN | {list}
 
     def targets_of(self, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that a call with these arguments may write, statistics included."""

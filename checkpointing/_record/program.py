@@ -30,15 +30,12 @@ import torch
 from torch import Tensor
 
 from .history import History
-from .ops import NO_OPERATOR, Info
+from .ops import NO_OPERATOR, PLAIN, Info
 
 # A cell, and the last step that wrote to its memory; NOT_WRITTEN if none has.
 Value = tuple[int, int]
 NOT_WRITTEN = -1
 Cells = list[Callable[[], Any]]  # weak references
-
-# Objects of these types are the same if they are equal.
-PLAIN = frozenset({int, bool, str, torch.dtype, torch.device})
 
 NO_KEYWORDS: dict[str, Any] = {}
 

@@ -41,7 +41,6 @@ from .program import (
     BROUGHT_BACK,
     FILLED,
     ON_MADE,
-    PLAIN,
     WRITTEN_UNSEEN,
     First,
     Hold,
@@ -54,14 +53,6 @@ from .program import (
 )
 from .store import Store
 
-# Types of arguments that are compared with `==`, by whether all lists are sizes, and all floats
-# usual.
-_COMPARED = {
-    (False, False): PLAIN,
-    (False, True): PLAIN | {float},
-    (True, False): PLAIN | {list},
-    (True, True): PLAIN | {list, float},
-}
 _INSIDE = "an input of a region inside"
 _has_storage = _torch.has_storage
 
@@ -88,12 +79,11 @@ class Recorder(Memories):
         """A tensor that is not known takes the next cell."""
         cell, is_whole = len(self.memory_of), _torch.is_whole_parameter(tensor)
         origin = self._known.of(tensor, is_whole, self.met)
-        there = self.memory_at(tensor)
         memory = Memory(cell, OUTSIDE)
         if type(origin) is int:
             memory = self.memory_of[origin]
         elif origin is ON_MADE:
-            memory = there or memory
+            memory = self.memory_at(tensor) or memory
         first = First(
             cell, origin, memory.number, is_parameter(root_of(tensor)), tensor.requires_grad
         )
@@ -146,7 +136,7 @@ class Recorder(Memories):
         step.cells_before = len(self.memory_of)
         # All floats are the same as any that is equal: neither nan, nor a zero with its sign.
         is_usual = all(abs(arg) > 0 for arg in given.values() if type(arg) is float)
-        step.plain = _COMPARED[info.has_sizes, is_usual]
+        step.plain = info.plain if is_usual else info.plain - {float}
         has_zeros = any(map(_torch.is_zeros, tensors_of([*given.values()])))
         step.run = _torch.with_zeros(info.run) if has_zeros else info.run
         if info.is_view:
@@ -164,8 +154,6 @@ class Recorder(Memories):
         if given.get(info.offset) is not None:
             step.offset = info.offset
         step.is_prepared = any((step.holds, step.reads_metadata, step.offset is not None))
-        is_noted = any((step.updates, step.draws, step.fills_part, info.sizes_depend_on_data))
-        step.is_special = any((step.is_prepared, is_noted, step.effect))
         return self._end(step)
 
     def _end(self, step: Step) -> Step:
@@ -289,7 +277,7 @@ class Recorder(Memories):
             step.reads += (self.value(template.cell),)
             if info.allocates:  # `resize_`, or with `out=`
                 state = UNFILLED
-            elif template.cell in memory.whole or not info.overwrites:
+            elif template.cell in memory.whole:
                 state = MADE
             elif state is UNFILLED:
                 step.fills_part = True
@@ -325,7 +313,8 @@ class Recorder(Memories):
             self.find_gone(step)
         if info.sizes_depend_on_data:
             step.line = entered_from(sys._getframe(1))
-        step.is_special |= bool(step.decides)
+        is_noted = any((step.updates, step.draws, step.fills_part, step.line, step.decides))
+        step.is_special = any((step.is_prepared, is_noted, step.effect))
 
     def event(self, event: str, args: tuple[Any, ...]) -> Step:
         """What has happened that is no operator: `keep`, `opaque`, a write that nobody saw."""
