@@ -67,12 +67,12 @@ class Info:
         self.overwrites = writes_out or self.base in OVERWRITES
         if self.communicates:  # its schema does not show its writes
             self.targets = (0, "out") if self.base.endswith("_") else ("out",)
-        names = [argument.name for argument in schema.arguments]
+        places = {argument.name: place for place, argument in enumerate(schema.arguments)}
         # The place of an offset from the beginning of the storage.
-        self.offset = names.index("storage_offset") if "storage_offset" in names else None
+        self.offset = places.get("storage_offset")
         # The place of a random state that is in no generator. cuDNN writes it, which its schema
         # does not show.
-        self.random_state = names.index("dropout_state") if "dropout_state" in names else None
+        self.random_state = places.get("dropout_state")
         # Views share memory with an argument, by which they are found; results that are no tensors
         # were decided in the forward.
         is_new = [result.alias_info is None for result in results]
@@ -148,12 +148,8 @@ def by_place(args: Any, kwargs: dict[str, Any]) -> dict[Any, Any]:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in an operator's argument or result, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if type(value) not in (tuple, list):
-        return []
     found: list[Tensor] = []
-    for part in value:
+    for part in value if type(value) in (tuple, list) else (value,):
         if isinstance(part, Tensor):
             found.append(part)
         elif type(part) in (tuple, list):
