@@ -28,24 +28,27 @@ class Found(NamedTuple):
 class Instruction:
     """One step of a window: where on the table its arguments are, and where its results go."""
 
-    def __init__(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.step, self.index, self.args, self.kwargs = step, step.index, args, kwargs
+    def __init__(self, step: Step, given: Mapping[Any, Any]) -> None:
+        """`given` are places on the table, by place or name of the argument."""
+        self.step, self.index = step, step.index
+        named = {name: arg for name, arg in step.inputs.items() if type(name) is str}
+        self.kwargs = {name: given[name] for name in named}
+        self.args = tuple([place for key, place in given.items() if key not in named])
         self.run: Callable[..., Any] = step.run
         if step.offset is not None:
             self.run = partial(_call_with_offset, step.run, step.offset)
         # With the keywords that are constants.
-        self.call = partial(self.run, **step.named) if step.named else self.run
+        self.call = partial(self.run, **named) if named else self.run
         if step.reads_metadata:
             self.call = partial(_call_like, self.call)
-        holds_tensors = any(isinstance(arg, Known | First | Parts) for arg in step.named.values())
-        is_flat = all(type(place) is int for place in args) and not holds_tensors
+        holds_tensors = any(isinstance(arg, Known | First | Parts) for arg in named.values())
+        is_flat = all(type(place) is int for place in self.args) and not holds_tensors
         # Whether there is nothing to do but to call `call` with the tensors in `args`.
         self.is_quick = is_flat and not (step.draws or step.info.sizes_depend_on_data)
         self.results: tuple[int, ...] = ()
         self.wanted: tuple[Found, ...] = ()  # after it
         self.dead: tuple[int, ...] = ()  # places that nothing reads any more
         self.writes: tuple[int, ...] = ()  # memories of targets that were found before it
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         self.targets = tuple([given[place] for place in step.info.targets if place in given])
 
     def take(self, own: dict[int, Any], table: list[Any]) -> None:
@@ -110,13 +113,12 @@ class Window:
     def _instruction(self, step: Step) -> Instruction:
         versions = dict(step.reads)
         if step.event is BROUGHT_BACK:
-            made = Instruction(step, (self._place_of(step.reads[0]),), {})
+            made = Instruction(step, {0: self._place_of(step.reads[0])})
             memories = {self.path.memory_of[step.reads[0][0]], *dict(step.memories).values()}
             made.run = made.call = torch.clone if memories & self.written else _same
         else:
-            args = tuple([self._argument(template, versions) for template in step.inputs])
-            named = {name: self._argument(arg, versions) for name, arg in step.named.items()}
-            made = Instruction(step, args, named)
+            inputs = step.inputs.items()
+            made = Instruction(step, {key: self._argument(arg, versions) for key, arg in inputs})
         made.results = tuple([self._places[cell] for cell, _ in step.memories])
         return made
 

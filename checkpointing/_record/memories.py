@@ -36,10 +36,6 @@ class Memory:
     is_state: bool = False  # from outside, and written by the block: as by the next run, perhaps
     is_saved: bool = False  # autograd has saved something of it; or it is a parameter
 
-    def has(self, cell: int) -> bool:
-        """Whether a replay can come by what is in a cell now."""
-        return cell in self.there if self.state is OUTSIDE else self.state is MADE
-
     def write(self, index: int) -> None:
         self.version = index
         self.there.clear()
@@ -62,7 +58,6 @@ class Memories:
         self._alive: set[int] = set()  # memories that steps have made
         self._left: set[int] = set()  # memories on which a tensor has died since the last step
         self._watches: list[ref[Tensor]] = []  # whose callbacks say so
-        self._watched = 0  # how many cells
         for step, saves in steps:
             self._add_met(step)
             self.add(step)
@@ -150,10 +145,13 @@ class Memories:
         assert cell == len(self.memory_of), "cells are filled in order"
         self.memory_of.append(memory)
         memory.cells.append(cell)
-        tensor = self.tensor_in(cell)
-        if tensor is not None:
-            self._names[id(tensor)] = cell
-            self._places[_storage_of(tensor)] = memory
+        tensor, left, number = self.tensor_in(cell), self._left, memory.number
+        if tensor is None:
+            left.add(number)
+            return
+        self._names[id(tensor)] = cell
+        self._places[_storage_of(tensor)] = memory
+        self._watches.append(ref(tensor, lambda _: left.add(number)))
 
     def tensor_in(self, cell: int) -> Any:
         cells = self._cells
@@ -196,22 +194,11 @@ class Memories:
 
     def find_gone(self, step: Step) -> None:
         """Note the memories of recorded operators that nobody holds any more after a step."""
-        for cell in range(self._watched, len(self.memory_of)):
-            self._watch(self.tensor_in(cell), self.memory_of[cell].number)
-        self._watched = len(self.memory_of)
         left = self._left & self._alive
         self._left.difference_update(left)  # nothing that another thread adds meanwhile
         memories = [self._memories[number] for number in sorted(left)]
         step.gone = tuple(m.number for m in memories if next(self._tensors_of(m), None) is None)
         self._alive.difference_update(step.gone)
-
-    def _watch(self, tensor: Tensor | None, number: int) -> None:
-        """Note that a tensor on a memory has died, or when it does."""
-        left = self._left
-        if tensor is None:
-            left.add(number)
-        else:
-            self._watches.append(ref(tensor, lambda _: left.add(number)))
 
     def value(self, cell: int) -> Value:
         """What is in a cell: as the last step left it that wrote to any part of its memory."""

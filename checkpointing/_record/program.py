@@ -152,8 +152,8 @@ class Step:
     run: Any = None
     index: int = -1
     args: tuple[Any, ...] = ()  # templates as a run meets them; keywords last
-    inputs: tuple[Any, ...] = ()  # templates, as a replay passes them
-    named: dict[str, Any] = field(default_factory=dict)
+    # Templates, as a replay passes them: by place or name.
+    inputs: dict[Any, Any] = field(default_factory=dict)
     event: str | None = None
     count: int | None = None  # of its results; not known before it has run
     grad_mode: bool = True  # kernels may look at it

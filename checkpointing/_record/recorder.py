@@ -129,7 +129,7 @@ class Recorder(Memories):
 
     def step(self, call: Any, given: dict[Any, Any]) -> Step:
         """What an operator is about to do with these arguments."""
-        func, grad_mode, count, names = call
+        func, grad_mode, *_ = call
         is_gathering = func is _torch.COPY and _torch.is_called_from(_torch.FSDP_GATHERS)
         info = GATHERING_COPY if is_gathering else info_of(func)
         self._step = step = Step(self.at[0], func, call, info, grad_mode=grad_mode)
@@ -143,14 +143,11 @@ class Recorder(Memories):
             self._view(given)
         else:
             self._operate(given)
-        step.inputs = step.args[:count]
-        step.named = dict(zip(names, step.args[count:], strict=True))
+        step.inputs = dict(zip(given, step.args, strict=True))
         if step.reads_metadata:
-            step.inputs = (Like(given[0]), *step.inputs[1:])
+            step.inputs[0] = Like(given[0])
         if step.updates:
-            step.inputs = tuple(
-                None if place in info.statistics else arg for place, arg in enumerate(step.inputs)
-            )
+            step.inputs.update(dict.fromkeys(info.statistics))
         if given.get(info.offset) is not None:
             step.offset = info.offset
         step.is_prepared = any((step.holds, step.reads_metadata, step.offset is not None))
@@ -164,30 +161,27 @@ class Recorder(Memories):
 
     def _view(self, given: dict[Any, Any]) -> None:
         step = self._step
-        is_view = step.info.base != "set_"
-        step.is_view, step.effect = True, not is_view
+        step.is_view, step.effect = True, step.info.base == "set_"
+        shows_more = step.info.offset is not None  # than what is held, perhaps: `as_strided`
         saves_freely = self._store.hooks is None  # no hooks are around the block
 
         def base(tensor: Tensor) -> Known | First:
             template = self._name(tensor)
             memory = self.memory_of[template.cell]
-            is_held = isinstance(template, First) and (saves_freely or template.is_parameter)
-            if is_held and is_view:
+            if isinstance(template, First) and (saves_freely or template.is_parameter):
                 self._hold(template)
-            # `as_strided` may show more than what is held.
-            is_within = step.info.offset is None or memory.state is not OUTSIDE
-            if is_within and (memory.state is UNFILLED or memory.has(template.cell)):
-                step.reads += (self.value(template.cell),)
-            else:
+            if memory.state is OUTSIDE and (shows_more or template.cell not in memory.there):
                 step.effect = True
+            else:
+                step.reads += (self.value(template.cell),)
             return template
 
         step.args = tuple([self._map(base, arg) for arg in given.values()])
 
     def _operate(self, given: dict[Any, Any]) -> None:
         step, info = self._step, self._step.info
-        reads_metadata = info.metadata_only and _torch.layout_of(given[0]) is not None
-        others = {*info.targets, 0} if reads_metadata else {*info.targets}
+        step.reads_metadata = info.metadata_only and _torch.layout_of(given[0]) is not None
+        others = {*info.targets, 0} if step.reads_metadata else {*info.targets}
         read = [arg for place, arg in given.items() if place not in others]
         for memory in map(self.known_memory, tensors_of(read)):
             # Something unseen has filled what is read: a raw kernel, `ctypes`, NumPy.
@@ -203,9 +197,7 @@ class Recorder(Memories):
         )
         elsewhere = {torch.Generator, torch.device} & {*map(type, given.values())}
         step.is_quick_draw = not (info.custom or elsewhere)
-        if not step.effect:
-            step.draws = info.may_draw
-            step.reads_metadata = reads_metadata
+        step.draws = info.may_draw and not step.effect
         step.args = tuple([self._template(place, arg) for place, arg in given.items()])
 
     def _can_be_made(self, target: Tensor) -> bool:
@@ -345,7 +337,7 @@ class Recorder(Memories):
         memory = self.memory_of[cell]
         if memory.state is UNFILLED and is_read:  # then something unseen has filled it
             memory.state = OUTSIDE
-        if not memory.has(cell):
+        if memory.state is not MADE and cell not in memory.there:
             # Autograd saves it before the operator runs that fills it: nothing is in it yet.
             self._hold(template, is_hidden=memory.state is UNFILLED)
         slot = Slot(self.value(cell), step.firsts, step.holds, is_read)
