@@ -35,8 +35,6 @@ class Instruction:
         self.kwargs = {name: given[name] for name in named}
         self.args = tuple([place for key, place in given.items() if key not in named])
         self.run: Callable[..., Any] = step.run
-        if step.offset is not None:
-            self.run = partial(_call_with_offset, step.run, step.offset)
         # With the keywords that are constants.
         self.call = partial(self.run, **named) if named else self.run
         if step.reads_metadata:
@@ -182,12 +180,6 @@ def _flatten(places: Iterable[Any]) -> Iterable[int]:
 def _call_like(function: Callable[..., Any], like: Like, *args: Any) -> Any:
     """Call a function that reads only the metadata of its first argument."""
     return function(like.make(), *args)
-
-
-def _call_with_offset(function: Callable[..., Any], place: int, *args: Any, **named: Any) -> Any:
-    """Call a function whose offset counts from that of its first argument."""
-    offset = args[place] + args[0].storage_offset()
-    return function(*args[:place], offset, *args[place + 1 :], **named)
 
 
 def _same(tensor: Tensor) -> Tensor:
