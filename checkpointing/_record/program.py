@@ -218,15 +218,19 @@ def fewer_saves(parent: Step, count: int) -> Step:
 class Program:
     """The tree of one call site."""
 
-    def __init__(self, history: History | None = None) -> None:
-        self.history = history or History()
+    def __init__(self) -> None:
+        self.history = History()
+        self.is_advised = False  # whether its user has been told of `auto()`
+        # A weak reference to the run that may change the tree.
+        self.writer: Callable[[], Any] = lambda: None
+        self.forget()
+
+    def forget(self) -> None:
+        """Leave the tree to the runs that are in it. The next run records a new one."""
         self.root = Step(None, None)
         self.size = 0
         self.expected: Any = None  # the plan of the last run
         self.largest = 0  # bytes that autograd saved in the run after which it was recorded anew
-        self.is_advised = False  # whether its user has been told of `auto()`
-        # A weak reference to the run that may change the tree.
-        self.writer: Callable[[], Any] = lambda: None
 
     def is_written_by(self, run: Any) -> bool:
         """Whether this run may change the tree: until it is over, no other run may."""
@@ -251,12 +255,8 @@ class Program:
         """A run has saved more bytes than its plan assumed. The next run records the steps anew,
         so that their sizes are those of a large run. Branches that grow in turn cause this once."""
         if nbytes > MOST_GROWTH * self.largest:
-            self.__init__()  # type: ignore[misc]
+            self.forget()
             self.largest = nbytes
-
-    def forget(self) -> None:
-        """Leave the tree to the runs that are in it. The next run records a new one."""
-        self.__init__(self.history)  # type: ignore[misc]
 
 
 _lock = threading.Lock()
