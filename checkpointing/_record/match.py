@@ -31,7 +31,6 @@ from .program import (
     Origin,
     Parts,
     Step,
-    Varying,
 )
 from .store import Store
 
@@ -96,8 +95,6 @@ class Matcher:
         if kind is Parts:
             is_alike = type(arg) is known.kind and len(arg) == len(known.items)
             return is_alike and all(map(self.matches, known.items, arg, repeat(met)))
-        if kind is Varying:
-            return known.kind is type(arg) and _may_vary(arg)
         return known is arg or _are_same(known, arg)
 
     def comes_from_there(self, first: First, arg: Any, met: list[Tensor]) -> bool:
@@ -196,7 +193,7 @@ class Matcher:
 def _are_same(known: Any, arg: Any) -> bool:
     """Whether two arguments that hold no tensor are the same."""
     kind = type(known)
-    if isinstance(known, type):  # of an object
+    if isinstance(known, type):  # of an object, or of what varies
         return type(arg) is known
     if type(arg) is not kind or kind is torch.ScriptObject:
         return False

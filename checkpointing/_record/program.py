@@ -103,13 +103,6 @@ class Parts:
     items: list[Any]
 
 
-@dataclass(slots=True, eq=False)
-class Varying:
-    """A number, size or generator that has not always been the same: each run has its own."""
-
-    kind: type
-
-
 class Like:
     """An argument of which an operator reads only the metadata: a replay gives it fresh memory."""
 
@@ -202,11 +195,12 @@ class Step:
         return not any((self.event, self.is_view, self.effect))
 
     def vary(self, places: list[int]) -> None:
-        """From here on these arguments may be any numbers."""
+        """From here on these arguments may be any numbers, sizes or generators of their types: each
+        run has its own."""
         self.varies += (*places,)
         self.is_special = self.is_prepared = True
         self.args = tuple(
-            Varying(type(arg)) if place in places else arg for place, arg in enumerate(self.args)
+            type(arg) if place in places else arg for place, arg in enumerate(self.args)
         )
 
 
