@@ -42,7 +42,7 @@ class Ends:
         self._count = 0  # of its steps that have been looked at
         self._made: dict[Any, int] = {}  # by memory that it has made: the bytes
         self._results: list[tuple[int, int]] = []  # that may be alive: cells and memories
-        self._written: set[int] = set()  # memories that it has not made
+        self._written: set[int] = set()  # memories
         self._met: list[First] = []
 
     def may_be_here(self, path: Sequence[Step], cells: Cells) -> bool:
@@ -63,7 +63,7 @@ class Ends:
         for step in path[self._count :]:
             made.update(step.sizes)
             self._results += step.memories
-            self._written.update([memory for memory in step.writes if memory not in made])
+            self._written.update(step.writes)
             self._met += [first for first in step.firsts if first.requires_grad]
             self._sizes.saved += sum([made.get(slot.memory, 0) for slot in step.saves])
         self._count = len(path)

@@ -325,9 +325,9 @@ class Recorder(Memories):
             elif event is WRITTEN_UNSEEN:
                 step.writes, step.states = (memory.number,), ((memory.number, OUTSIDE),)
             elif memory.state is MADE:
-                step.effect = False
-                step.reads = (self.value(cell),)
-                step.decides = (Hold(self.value(cell), memory.number),)
+                value = self.value(cell)
+                step.effect, step.reads = False, (value,)
+                step.decides = (Hold(value, memory.number),)
         return self._end(step)
 
     def slot(self, tensor: Tensor, is_read: bool) -> Slot:
