@@ -17,7 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -80,28 +80,20 @@ class Pieces:
     def __init__(self) -> None:
         self._written: set[int | None] = set()  # storages from outside
         self.copies = _torch.Copies()  # of what has not been written since
-        # By storage: weak references to what is held, and how that was asked for.
-        self._held: dict[int | None, list[tuple[Any, Hold]]] = defaultdict(list)
+        # By storage: what is held, and how that was asked for.
+        self._held: dict[int | None, WeakKeyDictionary[Held, Hold]] = defaultdict(WeakKeyDictionary)
 
     def leave(self, holds: Iterable[tuple[Hold, Held]]) -> None:
         """What a piece holds belongs to holders now, and may be written later. What FSDP2 has lent,
         it writes when it gathers that again."""
         for asked, held in holds:
             if type(held) is Aliased and not asked.is_lent:
-                self._held[_torch.storage_of(held.packed)].append((ref(held), asked))
-
-    def forget_dead(self) -> None:
-        """Forget what nobody holds any more. A block with many backward passes inside would collect
-        it; where pieces end in one forward, nearly all is still held."""
-        for storage, there in [*self._held.items()]:
-            self._held[storage] = [entry for entry in there if entry[0]() is not None]
-            if not self._held[storage]:
-                del self._held[storage]
+                self._held[_torch.storage_of(held.packed)][held] = asked
 
     def hold_at(self, tensors: Iterable[Tensor]) -> bool:
         """Whether something is held where these are."""
         storages = self._held.keys() & map(_torch.storage_of, tensors)
-        return any(held() is not None for storage in storages for held, _ in self._held[storage])
+        return any(self._held[storage] for storage in storages)
 
     def copy_of(self, asked: Hold, tensor: Tensor) -> Held | None:
         """A copy, the same for all pieces until something is written; None where no earlier piece
@@ -126,9 +118,8 @@ class Pieces:
 
     def _copy(self, step: Step, storages: Set[int | None]) -> None:
         for storage in self._held.keys() & storages:
-            for each, asked in self._held[storage]:
-                held = each()
-                if held is not None and must_copy(step, held, asked):
+            for held, asked in self._held[storage].items():
+                if must_copy(step, held, asked):
                     held.freeze()
 
 

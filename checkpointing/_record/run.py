@@ -81,19 +81,17 @@ class Run(Follower):
         self._begin_at(ends.end())
         return True
 
-    def _begin_at(self, holder: int) -> Pieces:
-        """From here on the block is like another run, whose first holder is this one. Returns what
-        earlier pieces hold."""
+    def _begin_at(self, holder: int) -> None:
+        """From here on the block is like another run, whose first holder is this one."""
         store = self.store
-        store.pieces = pieces = store.pieces or Pieces()
-        pieces.leave(store.holds())
+        store.pieces = store.pieces or Pieces()
+        store.pieces.leave(store.holds())
         if self.ends is not None:
             self.ends.begin()
         if self._gathering is not None:
             self._gathering.begin()
         self.begin()
         store.first_holder = holder
-        return pieces
 
     # ---- a backward inside the block
 
@@ -109,7 +107,7 @@ class Run(Follower):
         """Holders have what they need, so the rest of the block is like another run, as in a loop
         of training steps. Until gradients are wanted again (backward itself and an optimizer's step
         want none), or something is written that is held, nothing is recorded."""
-        self._begin_at(len(holders)).forget_dead()
+        self._begin_at(len(holders))
         self._holders = holders
         if self._depth != _RESTING:
             self._awake, self._depth = self._depth, _RESTING
