@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from .. import _torch
-from .._engine import Aliased, Held, without_recording
+from .._engine import Aliased, Held
 from .history import History
 from .path import Path
 from .program import Cells, First, Hold, Step
@@ -78,8 +78,6 @@ class Pieces:
     """What the pieces of a run hold that have ended."""
 
     def __init__(self) -> None:
-        self._written: set[int | None] = set()  # storages from outside
-        self.copies = _torch.Copies()  # of what has not been written since
         # By storage: what is held, and how that was asked for.
         self._held: dict[int | None, WeakKeyDictionary[Held, Hold]] = defaultdict(WeakKeyDictionary)
 
@@ -95,25 +93,12 @@ class Pieces:
         storages = self._held.keys() & map(_torch.storage_of, tensors)
         return any(self._held[storage] for storage in storages)
 
-    def copy_of(self, asked: Hold, tensor: Tensor) -> Held | None:
-        """A copy, the same for all pieces until something is written; None where no earlier piece
-        has written. (Where one has, the next block may write before backward.)"""
-        if asked.is_parameter or asked.is_hidden:
-            return None
-        if _torch.storage_of(tensor) not in self._written:
-            return None
-        return Aliased(without_recording(self.copies.of, tensor), "an input")
-
     def before_write(self, step: Step, targets: Iterable[Tensor]) -> None:
         """Copy what is held where a step writes."""
-        storages = {*map(_torch.storage_of, targets)}
-        self._written |= storages
-        self.copies.forget(storages)  # statistics are written without a new version
-        self._copy(step, storages)
+        self._copy(step, {*map(_torch.storage_of, targets)})
 
     def before_unseen_write(self, step: Step) -> None:
         """Anything may be written."""
-        self.copies.clear()
         self._copy(step, {*self._held})
 
     def _copy(self, step: Step, storages: Set[int | None]) -> None:

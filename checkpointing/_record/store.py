@@ -111,10 +111,6 @@ class Store:
         tensor = self.cells[asked.value[0]]()
         self._unplan(asked.value)  # another plan would let it go
         if asked.value not in self.held:
-            copied = self.pieces and self.pieces.copy_of(asked, tensor)
-            if copied:
-                self.held[asked.value] = copied
-                return
             hooks = self.hooks
             # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`).
             if asked.is_hidden or asked.is_lent or (hooks is not None and self._is_apart()):
@@ -221,8 +217,6 @@ class Store:
         """Nobody saw it: it is too late to copy."""
         for memory in memories:
             self._on.pop(memory, None)
-        if self.pieces is not None:
-            self.pieces.copies.clear()
 
     def has_filled(self, memory: int, part: Tensor) -> bool:
         """Whether a memory that was only allocated is filled, with this part. Parts that overlap
