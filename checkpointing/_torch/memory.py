@@ -274,5 +274,4 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     plain = tensor.resolve_conj().resolve_neg().contiguous()
-    # One element may have any stride.
-    return plain.as_strided((plain.numel(),), (1,), plain.storage_offset()).view(torch.uint8)
+    return plain.unsqueeze(-1).flatten().view(torch.uint8)  # one element may have any stride
