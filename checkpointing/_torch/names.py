@@ -17,7 +17,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import Tensor, default_generator, nn
 from torch.nn.parameter import is_lazy as is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 _C: Any = torch._C
 _autograd = _C._autograd
@@ -198,8 +198,8 @@ fake_mode = partial(_infra_mode, _keys.FAKE)
 
 def remove_mode(mode: TorchDispatchMode) -> None:
     """Leave a dispatch mode, and enter again those that were entered after it."""
-    if mode_count():
-        top = _C._get_dispatch_stack_at(mode_count() - 1)
+    top = _get_current_dispatch_mode()
+    if top is not None:
         TorchDispatchMode.__exit__(top, None, None, None)
         if top is not mode:
             remove_mode(mode)
@@ -209,11 +209,8 @@ def remove_mode(mode: TorchDispatchMode) -> None:
 # No mode sees what runs inside, least of all our own.
 unseen_by_modes = _C._DisableTorchDispatch
 function_mode_count = _C._len_torch_function_stack
-
-
-def function_modes() -> list[Any]:
-    """The function modes of this thread, such as `torch.device(...)` contexts, outermost first."""
-    return [_C._get_function_stack_at(i) for i in range(function_mode_count())]
+# The function modes of this thread, such as `torch.device(...)` contexts, outermost first.
+function_modes = torch.overrides._get_current_function_mode_stack
 
 
 def set_function_modes(modes: Sequence[Any]) -> None:
