@@ -257,15 +257,15 @@ def with_others_inside(call: Callable[..., Any]) -> Callable[..., Any]:
 
 _NOT_HIDDEN = _C.DispatchKeySet(_C.DispatchKey.Conjugate)
 for _key in (
-    _C.DispatchKey.Negative,
-    _C.DispatchKey.ZeroTensor,
-    _C.DispatchKey.FuncTorchBatched,
-    _C.DispatchKey.FuncTorchVmapMode,
-    _C.DispatchKey.FuncTorchGradWrapper,
-    _C.DispatchKey.FuncTorchDynamicLayerFrontMode,
-    _C.DispatchKey.FuncTorchDynamicLayerBackMode,
+    "Negative",
+    "ZeroTensor",
+    "FuncTorchBatched",
+    "FuncTorchVmapMode",
+    "FuncTorchGradWrapper",
+    "FuncTorchDynamicLayerFrontMode",
+    "FuncTorchDynamicLayerBackMode",
 ):
-    _NOT_HIDDEN = _NOT_HIDDEN.add(_key)
+    _NOT_HIDDEN = _NOT_HIDDEN.add(_C._parse_dispatch_key(_key))
 _has_kernel = _C._dispatch_has_kernel_for_dispatch_key
 _COMPOSITE = _C.DispatchKey.CompositeImplicitAutograd
 _COMPOSITE_NESTED = _C.DispatchKey.CompositeImplicitAutogradNestedTensor
