@@ -138,7 +138,7 @@ class Recorder(Memories):
         is_usual = all(abs(arg) > 0 for arg in given.values() if type(arg) is float)
         step.plain = info.plain if is_usual else info.plain - {float}
         has_zeros = any(map(_torch.is_zeros, tensors_of([*given.values()])))
-        step.run = _torch.with_zeros(info.run) if has_zeros else info.run
+        step.run = _torch.with_others_inside(info.run) if has_zeros else info.run
         is_unseen = any(given.get(place) is not None for place in info.unseen)
         step.effect = info.communicates or is_unseen
         if info.is_view:

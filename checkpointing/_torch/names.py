@@ -243,8 +243,9 @@ def quick_call(func: Any) -> Any:
 
 def with_others_inside(call: Callable[..., Any]) -> Callable[..., Any]:
     """Call an operator that calls others in its body, with these as in plain code. Inside a
-    dispatch mode, they would not see that a complex tensor is conjugated lazily, and transforms of
-    `torch.func` would fail; inside a replay, `__torch_function__` is off."""
+    dispatch mode, they would not see that a complex tensor is conjugated lazily, or that an
+    efficient zero has no memory, and transforms of `torch.func` would fail; inside a replay,
+    `__torch_function__` is off."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         shown = _C._dispatch_tls_local_include_set()
@@ -310,22 +311,9 @@ def below_autograd(function: Callable[[], Any]) -> None:
         set_grad_enabled(grad_mode)
 
 
+# An efficient zero has no memory. Autograd makes them for gradients of gradients and in forward
+# mode.
 is_zeros = Tensor._is_zerotensor
-
-
-def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an operator take efficient zeros in `__torch_dispatch__`.
-
-    These tensors have no memory. Autograd makes them for gradients of gradients and in forward
-    mode. The dispatch key that handles them is excluded in a dispatch mode, so kernels would read
-    no memory.
-    """
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ZeroTensor, False):
-            return run(*args, **kwargs)
-
-    return guarded
 
 
 # ---- tensors
