@@ -210,7 +210,7 @@ def remove_mode(mode: TorchDispatchMode) -> None:
 unseen_by_modes = _C._DisableTorchDispatch
 function_mode_count = _C._len_torch_function_stack
 # The function modes of this thread, such as `torch.device(...)` contexts, outermost first.
-function_modes = torch.overrides._get_current_function_mode_stack
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 
 
 def set_function_modes(modes: Sequence[Any]) -> None:
