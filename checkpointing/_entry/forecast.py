@@ -4,7 +4,6 @@ The function runs once, as a block that is recorded and never brought back. What
 is put back afterwards: memory from outside, buffers that were exchanged, generators.
 """
 
-import math
 import re
 import sys
 from collections import defaultdict
@@ -219,7 +218,7 @@ def _rows(run: _Rehearsal) -> list[Row]:
     costs = {"plain": plain, "auto()": outlook.planned(None), **_by_hand(outlook, run.calls)}
     ratio = max(1.0, plain.peak / least)
     for number in range(_MOST_PEAKS):  # from the least peak up, until nothing runs again
-        text = _rounded(least * ratio ** (number / _MOST_PEAKS))
+        text = size(int(_AT_LEAST * least * ratio ** (number / _MOST_PEAKS)))
         costs[f'auto(peak="{text}")'] = cost = outlook.planned(bytes_of("peak", text))
         if not cost.recomputed:
             break
@@ -252,12 +251,5 @@ def _by_hand(outlook: Outlook, calls: Calls) -> dict[str, Cost]:
     return {f"checkpoint_modules(model, {name})": outlook.by_hand(calls[name])}
 
 
-def _rounded(nbytes: float) -> str:
-    """The next larger number of bytes that has three digits."""
-    unit, name = unit_of(int(nbytes))
-    number = nbytes / unit
-    step = 10.0 ** (math.floor(math.log10(number)) - 2)
-    return f"{math.ceil(number / step) * step:.4g} {name}"
-
-
 _MOST_PEAKS = 10  # that are tried, each by the same factor larger than the one before
+_AT_LEAST = 1.005  # no less than that when it is rounded to two digits after the point
