@@ -161,13 +161,10 @@ def other_shapes(
     )
 
 
-def changed(
-    frame: object, name: str, was: int | None = None, now: int | None = None
-) -> ChangedError:
-    versions = "" if now is None else f" (it was at version {was}, it is at version {now} now)"
+def changed(frame: object, name: str) -> ChangedError:
     return ChangedError(
-        f"{frame}: {name} was changed in place after the region had read it{versions}, so the "
-        "region can't be recomputed exactly. (In autograd's words, one of the variables needed for "
+        f"{frame}: {name} was changed in place after the region had read it, so the region "
+        "can't be recomputed exactly. (In autograd's words, one of the variables needed for "
         "gradient computation has been modified by an inplace operation.) Change it after "
         "backward, or hand the region a clone of it. If a function writes it itself, use "
         "backend='replay', which tells the versions of a tensor apart; if a block writes it after "

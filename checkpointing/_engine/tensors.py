@@ -71,9 +71,8 @@ def is_referenced(tensor: Tensor) -> bool:
 
 def check_version(frame: object, name: Name, tensor: Tensor, version: int) -> None:
     """A tensor that recompute reads must be at the version that the forward read."""
-    now = _torch.version(tensor)
-    if now != version:
-        raise errors.changed(frame, named(name, tensor), version, now)
+    if _torch.version(tensor) != version:
+        raise errors.changed(frame, named(name, tensor))
 
 
 class Held:

@@ -208,7 +208,7 @@ class Calling:
             if saved[0] == found[0]:
                 if saved[2] is not found[2]:  # so other tensors are saved around it
                     raise errors.changed(frame, f"`requires_grad` of {now}")
-                raise errors.changed(frame, now, saved[1], found[1])
+                raise errors.changed(frame, now)
             parameter, other = saved[-1](), found[-1]()
             trains = parameter is not None and parameter.requires_grad
             if not (must_stay or must_be) and (trains or not is_another(parameter, other)):
