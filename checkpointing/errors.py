@@ -187,26 +187,20 @@ def exchanged(frame: Any, name: str) -> MismatchError:
     )
 
 
-def other_role(frame: object, slot: int, line: str, then: object, now: object) -> MismatchError:
-    if then is None:
-        difference = "an input of a region inside where the forward met none"
-    elif now is None:
-        difference = "no input of a region inside where the forward met one"
-    else:
-        difference = "another input of a region inside than the forward"
+def other_role(frame: object, slot: int, line: str) -> MismatchError:
     return MismatchError(
-        f"{frame}: in slot {slot}, at {line}, the recompute meets {difference}. The function took "
-        "another path the second time, or one tensor of the forward is two in the recompute: make "
-        "it depend on its arguments only, or use backend='replay', which calls nothing again."
+        f"{frame}: in slot {slot}, at {line}, the recompute meets another input of a region inside "
+        "than the forward, or only one of them meets one. The function took another path the "
+        "second time, or one tensor of the forward is two in the recompute: make it depend on its "
+        "arguments only, or use backend='replay', which calls nothing again."
     )
 
 
-def overwritten(frame: object, is_input: bool) -> CheckpointError:
-    role = "the input of a region inside" if is_input else "needed for backward"
+def overwritten(frame: object) -> CheckpointError:
     return CheckpointError(
-        f"{frame}: a tensor that is {role} is overwritten later in the function by an in-place "
-        "operator. Use the operator that is not in-place, or backend='replay', which tells the "
-        "versions of a tensor apart."
+        f"{frame}: a tensor that backward or a region inside needs is overwritten later in the "
+        "function by an in-place operator. Use the operator that is not in-place, or "
+        "backend='replay', which tells the versions of a tensor apart."
     )
 
 

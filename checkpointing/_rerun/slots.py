@@ -148,7 +148,7 @@ class Calling:
         role, self._role = self._role, None
         then, storage = frame.inner_inputs.get(slot, (None, None))
         if slot < self._count and role != then:
-            raise errors.other_role(frame, slot, user_line(), then, role)
+            raise errors.other_role(frame, slot, user_line())
         if _torch.is_on(tensor, self.rewound):
             return without_recording(_torch.unseen, _torch.copy, tensor)
         if storage in frame.written:
@@ -233,7 +233,7 @@ class Calling:
             if tensor is None or tensor._version == version:
                 continue
             if slot == self.holder.slot:
-                raise errors.overwritten(self.frame, slot in self.frame.inner_inputs)
+                raise errors.overwritten(self.frame)
             del self.task[slot]  # an error only if backward asks for it, as in plain code
         if self._stopped:
             return
