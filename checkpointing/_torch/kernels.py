@@ -154,7 +154,7 @@ def _copies_in_order(
     channels = image.shape[1]  # images in colour are copied only if they need a gradient
     copies = weight.nbytes + int(result.nbytes * _padding(result.shape[1]))
     if image.requires_grad or channels > _COLOURS:
-        copies += int(image.nbytes * _padding(channels, 8 if _COLOURS < channels <= 8 else 16))
+        copies += int(image.nbytes * _padding(channels))
     if max(stride) > 1 and image.requires_grad:
         copies = max(copies, 2 * image.nbytes)
     return copies
@@ -163,6 +163,6 @@ def _copies_in_order(
 _COLOURS = 3  # the channels of an image
 
 
-def _padding(channels: int, block: int = 16) -> float:
-    """By which factor the number of channels grows where kernels pad it to blocks."""
-    return -(-channels // block) * block / max(1, channels)
+def _padding(channels: int) -> float:
+    """By which factor the number of channels grows where kernels pad it to blocks of 16."""
+    return -(-channels // 16) * 16 / max(1, channels)
