@@ -42,7 +42,7 @@ def is_another(parameter: Any, other: Any) -> bool:
     one has no memory now."""
     if type(parameter) is not nn.Parameter or type(other) not in (Tensor, nn.Parameter):
         return False
-    if not (_torch.has_memory(parameter) and _torch.has_memory(other)):
+    if _torch.was_given_back(parameter) or _torch.was_given_back(other):
         return False
     if not _torch.are_alike(parameter, other):
         return True

@@ -240,7 +240,8 @@ def _can_be_rewound(module: nn.Module, tensor: Tensor) -> bool:
         return bool(getattr(module, "training", None))
     if not _is_dense(tensor):
         return _torch.memory_size(tensor) <= _SMALL
-    return tensor.nbytes <= _SMALL and (type(tensor) is not Tensor or _torch.has_memory(tensor))
+    is_there = type(tensor) is not Tensor or not _torch.was_given_back(tensor)
+    return tensor.nbytes <= _SMALL and is_there
 
 
 def _may_be_statistics(tensor: Tensor) -> bool:

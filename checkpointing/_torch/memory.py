@@ -47,11 +47,6 @@ def memory_size(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() if has_storage(tensor) else 0
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has memory, and all of it is there."""
-    return has_storage(tensor) and not was_given_back(tensor)
-
-
 def was_given_back(tensor: Tensor) -> bool:
     """Whether part of the memory of a tensor has been freed. FSDP2 and others that stream weights
     free it for a while; kernels would crash on it."""
