@@ -50,7 +50,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     know the shapes. Torch does not count recurrent layers."""
     if _name_of(func) in _RECURRENT:
         rows = args[0].numel() // max(1, args[0].shape[-1])
-        weights = [*args[1]] if isinstance(args[1], list | tuple) else args[1:3]
+        weights = args[1] if isinstance(args[1], list | tuple) else args[1:3]
         return int(2 * rows * sum(weight.numel() for weight in weights))
     from torch.utils.flop_counter import flop_registry  # `import torch` does not import it
 
