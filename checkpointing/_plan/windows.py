@@ -22,7 +22,7 @@ class Found(NamedTuple):
 
     number: int
     place: int
-    memory: int | None  # if the window writes there later
+    part: int  # of a memory, or the whole: what a write may change with it
 
 
 class Instruction:
@@ -33,10 +33,10 @@ class Instruction:
         self.run: Callable[..., Any] = step.run
         if step.offset is not None:
             self.run = partial(_call_with_offset, step.run, step.offset)
+        if step.reads_metadata:
+            self.run = partial(_call_like, self.run)
         # With the keywords that are constants.
         self.call = partial(self.run, **step.named) if step.named else self.run
-        if step.reads_metadata:
-            self.call = partial(_call_like, self.call)
         holds_tensors = any(isinstance(arg, Known | First | Parts) for arg in step.named.values())
         is_flat = all(type(place) is int for place in args) and not holds_tensors
         # Whether there is nothing to do but to call `call` with the tensors in `args`.
@@ -44,7 +44,7 @@ class Instruction:
         self.results: tuple[int, ...] = ()
         self.wanted: tuple[Found, ...] = ()  # after it
         self.dead: tuple[int, ...] = ()  # places that nothing reads any more
-        self.writes: tuple[int, ...] = ()  # memories of targets that were found before it
+        self.writes: tuple[int, ...] = ()  # parts of memories with targets that were found before it
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         self.targets = tuple([given[place] for place in step.info.targets if place in given])
 
@@ -122,28 +122,20 @@ class Window:
 
     def _find_wanted(self, starts: Set[Value]) -> None:
         """Find when each target is there, and which writes come after that."""
-        wanted: dict[int, list[Found]] = defaultdict(list)  # by step
-        writers: dict[int, list[Instruction]] = defaultdict(list)  # by part of a memory
         part_of = self._parts()
-        for instruction in self.instructions:
-            for part in {part_of[cell] for cell in instruction.step.targets}:
-                writers[part].append(instruction)
-        first: dict[int, int] = {}  # by part: the step after which its first target is there
+        wanted: dict[int, list[Found]] = defaultdict(list)  # by step
         for number, slot in self.targets.items():
             index = -1 if slot.value in starts else self.path.there_after(slot.value)
-            part, place = part_of[slot.cell], self._place_of(slot.value)
-            is_written = part in writers and writers[part][-1].index > index
-            wanted[index].append(Found(number, place, part if is_written else None))
-            first[part] = min(index, first.get(part, index))
-        for part, index in first.items():
-            for instruction in writers[part]:
-                if instruction.index > index:
-                    instruction.writes += (part,)
-                    instruction.is_quick = False
-        self.at_once = wanted.pop(-1, [])
+            found = Found(number, self._place_of(slot.value), part_of[slot.cell])
+            wanted[index].append(found)
+        self.at_once = wanted[-1]
+        exposed = {found.part for found in self.at_once}
         for instruction in self.instructions:
-            if instruction.index in wanted:
-                instruction.wanted = tuple(wanted[instruction.index])
+            written = {part_of[cell] for cell in instruction.step.targets}
+            instruction.writes = tuple(written & exposed)
+            instruction.is_quick &= not instruction.writes
+            instruction.wanted = tuple(wanted[instruction.index])
+            exposed.update([found.part for found in instruction.wanted])
 
     def _parts(self) -> dict[int, int]:
         """By cell that is written or wanted: its memory. Where an operator has split that, and
@@ -177,9 +169,9 @@ def _flatten(places: Iterable[Any]) -> Iterable[int]:
             yield from _flatten(place[1])
 
 
-def _call_like(function: Callable[..., Any], like: Like, *args: Any) -> Any:
+def _call_like(function: Callable[..., Any], like: Like, *args: Any, **named: Any) -> Any:
     """Call a function that reads only the metadata of its first argument."""
-    return function(like.make(), *args)
+    return function(like.make(), *args, **named)
 
 
 def _call_with_offset(function: Callable[..., Any], place: int, *args: Any, **named: Any) -> Any:
