@@ -28,8 +28,10 @@ class Found(NamedTuple):
 class Instruction:
     """One step of a window: where on the table its arguments are, and where its results go."""
 
-    def __init__(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.step, self.index, self.args, self.kwargs = step, step.index, args, kwargs
+    def __init__(self, step: Step, places: list[Any]) -> None:
+        self.step, self.index, self.places = step, step.index, places
+        count = len(places) - len(step.named)
+        self.args, self.kwargs = places[:count], dict(zip(step.named, places[count:], strict=True))
         self.run: Callable[..., Any] = step.run
         if step.offset is not None:
             self.run = partial(_call_with_offset, step.run, step.offset)
@@ -38,22 +40,15 @@ class Instruction:
         # With the keywords that are constants.
         self.call = partial(self.run, **step.named) if step.named else self.run
         holds_tensors = any(isinstance(arg, Known | First | Parts) for arg in step.named.values())
-        is_flat = all(type(place) is int for place in args) and not holds_tensors
+        is_flat = all(type(place) is int for place in self.args) and not holds_tensors
         # Whether there is nothing to do but to call `call` with the tensors in `args`.
         self.is_quick = is_flat and not (step.draws or step.info.sizes_depend_on_data)
         self.results: tuple[int, ...] = ()
         self.wanted: tuple[Found, ...] = ()  # after it
         self.dead: tuple[int, ...] = ()  # places that nothing reads any more
         self.writes: tuple[int, ...] = ()  # parts of memories with targets that were found before it
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        given: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
         self.targets = tuple([given[place] for place in step.info.targets if place in given])
-
-    def take(self, own: dict[int, Any], table: list[Any]) -> None:
-        """Put arguments that the run has of its own in their places. (`call` has bound the
-        keywords, and does not look there for them.)"""
-        places = [*self.args, *self.kwargs.values()] if self.kwargs else self.args
-        for number, value in own.items():
-            table[places[number]] = value
 
 
 class Window:
@@ -110,13 +105,12 @@ class Window:
     def _instruction(self, step: Step) -> Instruction:
         versions = dict(step.reads)
         if step.event is BROUGHT_BACK:
-            made = Instruction(step, (self._place_of(step.reads[0]),), {})
+            made = Instruction(step, [self._place_of(step.reads[0])])
             memories = {self.path.memory_of[step.reads[0][0]], *dict(step.memories).values()}
             made.run = made.call = torch.clone if memories & self.written else _same
         else:
-            args = tuple([self._argument(template, versions) for template in step.inputs])
-            named = {name: self._argument(arg, versions) for name, arg in step.named.items()}
-            made = Instruction(step, args, named)
+            given = *step.inputs, *step.named.values()
+            made = Instruction(step, [self._argument(template, versions) for template in given])
         made.results = tuple([self._places[cell] for cell, _ in step.memories])
         return made
 
@@ -151,14 +145,12 @@ class Window:
         }
 
     def _find_last_uses(self) -> None:
-        last: dict[int, Instruction] = {}
-        for instruction in self.instructions:
-            places = [*_flatten([*instruction.args, *instruction.kwargs.values()])]
-            places += instruction.results
-            places += [found.place for found in instruction.wanted]
-            last.update((place, instruction) for place in places if place < self._tensors)
-        for place, instruction in last.items():
-            instruction.dead += (place,)
+        later = {*range(self._tensors, len(self.table))}  # constants are never dropped
+        for instruction in reversed(self.instructions):
+            places = {*_flatten(instruction.places), *instruction.results}
+            places.update([found.place for found in instruction.wanted])
+            instruction.dead = tuple(places - later)
+            later |= places
 
 
 def _flatten(places: Iterable[Any]) -> Iterable[int]:
