@@ -46,7 +46,9 @@ class Instruction:
         self.results: tuple[int, ...] = ()
         self.wanted: tuple[Found, ...] = ()  # after it
         self.dead: tuple[int, ...] = ()  # places that nothing reads any more
-        self.writes: tuple[int, ...] = ()  # parts of memories with targets that were found before it
+        self.writes: tuple[
+            int, ...
+        ] = ()  # parts of memories with targets that were found before it
         given: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
         self.targets = tuple([given[place] for place in step.info.targets if place in given])
 

@@ -49,7 +49,9 @@ class Execution:
         """`stock` has what the run holds for the window."""
         self.window, self.stock, self.frame, self.undo = window, stock, frame, work.undo
         self.found: dict[int, Tensor] = {}  # by target
-        self.exposed: dict[int, list[int]] = defaultdict(list)  # by part of a memory: not copied yet
+        self.exposed: dict[int, list[int]] = defaultdict(
+            list
+        )  # by part of a memory: not copied yet
         self.table = window.table.copy()
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         for place, value, _ in window.starts:
