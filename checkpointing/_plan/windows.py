@@ -52,6 +52,11 @@ class Instruction:
         given: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
         self.targets = tuple([given[place] for place in step.info.targets if place in given])
 
+    def take(self, own: dict[int, Any], table: list[Any]) -> None:
+        """Put arguments that the run has of its own in their places."""
+        for number, value in own.items():
+            table[self.places[number]] = value
+
 
 class Window:
     """The instructions that make some values, over a table of tensors and constants."""

@@ -72,8 +72,7 @@ class Execution:
         for instruction in self.window.instructions:
             is_quick = instruction.is_quick
             if instruction.index in numbers:
-                for number, value in numbers[instruction.index].items():
-                    table[instruction.places[number]] = value
+                instruction.take(numbers[instruction.index], table)
                 is_quick = is_quick and not instruction.kwargs  # which `call` has bound
             if is_quick:
                 result = instruction.call(*[table[place] for place in instruction.args])
