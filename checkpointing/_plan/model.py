@@ -71,7 +71,7 @@ class Model:
 
     def __init__(self, path: Path, run: Run, waiting: Iterable[int], scale: float) -> None:
         """`waiting` are cells of parameters that have no gradient yet."""
-        self.path, self.scale = path, scale
+        self.path, self.steps, self.scale = path, path.steps, scale
         self.held = {path.memory_of[cell] for cell, _ in path.kept}  # by the user
         self.count = len(path.steps)
         self.never = self.count + 1  # a position after all others
@@ -238,7 +238,8 @@ class Model:
         first, last = steps[0] - self.first, 1 + max([steps[-1] - self.first, *wanted])
         part, span = copy(self), slice(first, last)
         part.is_part, part.first, part.count = True, steps[0], last - first
-        part.made, part.reads, part.work = self.made[span], self.reads[span], self.work[span]
+        part.steps, part.work = self.steps[span], self.work[span]
+        part.made, part.reads = self.made[span], self.reads[span]
         part.live, part.backward = self.live[span], self.backward[span]
         part.saves = {slot: (max(0, at - first), number) for slot, (at, number) in saves.items()}
         numbers = {number for _, number in saves.values()}.union(*part.made, *part.reads)
