@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -30,18 +30,18 @@ class Group:
     """Slots of one path that a window brings back together; or, with `parts`, in pieces: a replay
     from what the group starts from makes what the parts start from."""
 
-    def __init__(self, path: Path, slots: list[int]) -> None:
-        self.path = path
-        self.slots = slots
-        self.parts: list[Group] = []
+    def __init__(self, path: Path, slots: list[int], parts: Sequence[Group] = ()) -> None:
+        self.path, self.slots, self.parts = path, slots, parts
         self._windows: dict[Any, Window] = {}
         self._needs: dict[Any, Needs] = {}
         self._started: dict[Any, Group] = {}
 
-    def window(self, slots: tuple[int, ...]) -> Window:
+    def window(self, slots: Iterable[int]) -> Window:
         """The window for some of its slots, found when it is opened for the first time."""
-        targets = {slot: self.path.slots[slot] for slot in slots}
-        return _found(self._windows, slots, lambda: Window(self.path, targets, self._without))
+        slots = tuple(slots)
+        return _found(
+            self._windows, slots, lambda: Window(self.path, self._targets(slots), self._without)
+        )
 
     def split(self, values: Iterable[Value], cuts: Iterable[int]) -> Path:
         """Bring back what it has in pieces. Returns the path of these."""
@@ -51,13 +51,11 @@ class Group:
 
     def started_from(self, values: Set[Value]) -> Group:
         """These slots, where a run holds some of the values that the parts start from."""
-
-        def make() -> Group:
-            group = Group(self.path.placed(values, ()), self.slots)
-            group.parts = self.parts
-            return group
-
-        return _found(self._started, frozenset(values), make)
+        return _found(
+            self._started,
+            frozenset(values),
+            lambda: Group(self.path.placed(values, ()), self.slots, self.parts),
+        )
 
     def needs(self, slots: Iterable[int]) -> Needs:
         """What a run has to hold for some of its slots."""
@@ -65,42 +63,35 @@ class Group:
         return _found(self._needs, slots, lambda: self._find_needs(slots))
 
     def _find_needs(self, slots: tuple[int, ...]) -> Needs:
-        values = self._values(slots)
+        values = {slot.value for slot in self._targets(slots).values()}
         order, starts, _ = self.path.slice_of(values, self._without)
         randoms: Set[int] = {index for index in order if self.path.steps[index].draws}
         for part, mine in self.parts_of(slots):
             sources, drawn = part.needs(mine)
-            starts, randoms = starts | (sources - {*values}), randoms | drawn
+            starts, randoms = starts | (sources - values), randoms | drawn
         return starts, randoms
 
     @cached_property
     def _without(self) -> Set[Value]:
         """Kept values from which no window starts, because the window of all slots can't. So what a
         run has to hold does not depend on which slots are opened together."""
-        return self.path.slice_of(self._values(self.slots)).without
+        targets = self._targets(self.slots).values()
+        return self.path.slice_of([target.value for target in targets]).without
 
-    def _values(self, slots: Iterable[int]) -> list[Value]:
-        """What the window of some of its slots makes: their values, or what the parts start from
-        and no run holds."""
+    def _targets(self, slots: Iterable[int]) -> Mapping[int, Slot]:
+        """What the window of some of its slots makes: these, or what the parts start from and no
+        run holds."""
         if not self.parts:
-            return [self.path.slots[slot].value for slot in slots]
+            return {slot: self.path.slots[slot] for slot in slots}
         sources = set().union(*[part.needs(mine)[0] for part, mine in self.parts_of(slots)])
         missing = [source for source in sources if not self.path.is_held(source)]
-        return sorted(missing, key=lambda value: (self.path.there_after(value), value))
+        return {number: Slot(value) for number, value in enumerate(sorted(missing))}
 
     def parts_of(self, slots: Iterable[int]) -> list[tuple[Group, list[int]]]:
         """The parts that have some of these slots, and which."""
         wanted = {*slots}
         found = [(part, [slot for slot in part.slots if slot in wanted]) for part in self.parts]
         return [(part, mine) for part, mine in found if mine]
-
-    def filling(self, slots: Iterable[int]) -> tuple[list[Value], Window]:
-        """What its parts start from for these slots and no run holds, and the window that makes
-        it."""
-        values = self._values(slots)
-        targets = {number: Slot(value) for number, value in enumerate(values)}
-        key = "fills", *values
-        return values, _found(self._windows, key, lambda: Window(self.path, targets, self._without))
 
 
 _MOST_WINDOWS = 4

@@ -51,14 +51,14 @@ class Memory:
         # That are saved, or read by others than those who write to it.
         self.values: set[Value] = set()
 
-    def between(self, first: int, last: int) -> Memory:
+    def between(self, first: int, count: int) -> Memory:
         """The same in a part of the model: positions count from its first one, and what happens
         after its last one never does."""
         moved = copy(self)
         moved.maker -= first
         moved.final -= first
         moved.last_read -= first
-        moved.dies = min(self.dies, last + 1) - first
+        moved.dies = min(self.dies - first, count + 1)
         moved.readers = tuple([reader - first for reader in self.readers])
         return moved
 
@@ -71,7 +71,7 @@ class Model:
 
     def __init__(self, path: Path, run: Run, waiting: Iterable[int], scale: float) -> None:
         """`waiting` are cells of parameters that have no gradient yet."""
-        self.path, self.scale = path, scale
+        self.path, self.steps, self.scale = path, path.steps, scale
         self.held = {path.memory_of[cell] for cell, _ in path.kept}  # by the user
         self.count = len(path.steps)
         self.never = self.count + 1  # a position after all others
@@ -153,10 +153,11 @@ class Model:
             if not (memory.nbytes and memory.values):
                 memory.final = self.never
             memory.is_theirs = memory.number in elsewhere and not memory.is_cheap
-            if memory.is_theirs and memory.number in saved:
-                memory.cost = 0
-            elif memory.is_theirs:  # it may be written after the block
-                memory.final = self.never
+            if memory.is_theirs:
+                if memory.number in saved:
+                    memory.cost = 0
+                else:  # it may be written after the block
+                    memory.final = self.never
 
     def _is_unfinished(self, value: Value) -> bool:
         """Whether a later step writes to a value: to hold the memory is not to hold it. What reads
@@ -232,17 +233,18 @@ class Model:
     def part(self, steps: Sequence[int], slots: Iterable[int], held: Set[int]) -> Model:
         """The stretch from the first of these steps to where the last of these slots is wanted that
         is not held, as a model of its own."""
-        saves = {slot: self.saves[slot] for slot in self.saves.keys() & slots}
-        saves = {slot: save for slot, save in saves.items() if save[1] not in held}
-        wanted = [position for position, _ in saves.values()]
-        first, last = steps[0] - self.first, 1 + max([steps[-1] - self.first, *wanted])
-        part, span = copy(self), slice(first, last)
-        part.is_part, part.first, part.count = True, steps[0], last - first
-        part.made, part.reads, part.work = self.made[span], self.reads[span], self.work[span]
+        first = steps[0] - self.first
+        saves = [(slot, *self.saves[slot]) for slot in self.saves.keys() & slots]
+        part = copy(self)
+        part.saves = {slot: (max(0, at - first), n) for slot, at, n in saves if n not in held}
+        part.is_part, part.first = True, steps[0]
+        part.count = 1 + max([steps[-1] - steps[0], *[at for at, _ in part.saves.values()]])
+        span = slice(first, first + part.count)
+        part.steps, part.work = self.steps[span], self.work[span]
+        part.made, part.reads = self.made[span], self.reads[span]
         part.live, part.backward = self.live[span], self.backward[span]
-        part.saves = {slot: (max(0, at - first), number) for slot, (at, number) in saves.items()}
-        numbers = {number for _, number in saves.values()}.union(*part.made, *part.reads)
-        part.memories = {number: self.memories[number].between(first, last) for number in numbers}
+        numbers = {n for _, n in part.saves.values()}.union(*part.made, *part.reads)
+        part.memories = {n: self.memories[n].between(first, part.count) for n in numbers}
         return part
 
     def values(self, kept: Iterable[int]) -> set[Value]:
@@ -355,8 +357,7 @@ class Model:
             if step.info.base in _torch.JOINS:
                 pending += self._gradients_of_joined(step.index)
             more = int(step.scratch * self.scale) + self._added_to_gradients(step)
-            if more:
-                pending.append((step.index + 1, step.index + 1, more))
+            pending.append((step.index + 1, step.index + 1, more))
         for number, uses in self._uses.items():
             nbytes = self._gradients[number]
             pending += [(index + 1, index + 1, nbytes) for index in uses]

@@ -63,14 +63,14 @@ class Plan:
         there = self.path.there_after
         return all(value in held or there(value) >= step.index for value in self.kept)
 
-    def groups_for(self, run: Run) -> list[Group]:
+    def groups_for(self, run: Run) -> Sequence[Group]:
         """What to give a run's holders: by what it holds."""
         there = self.kept & run.store.held.keys()
         if there == self.kept:
             return self.groups
         if run.store.is_checked:  # whatever is computed is to be compared
             return Plan(self.whole.path).groups
-        return [self.whole.started_from(there)] if there else [self.whole]
+        return [self.whole.started_from(there)]
 
 
 def plan_of(run: Run, old: Plan | None = None) -> Plan:

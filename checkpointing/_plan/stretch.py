@@ -60,7 +60,7 @@ class Stretch:
             if self.model.made[p - 1] and _is_low(*crossing[p - 1 : p + 2])
         ]
         there, backward = self._saved_before, self.model.backward
-        most, steps = max(backward), self.model.path.steps[self.model.first :]
+        most, steps = max(backward), self.model.steps
         best: dict[tuple[int, bool], int] = {}  # by part
         for p in sorted(found, key=crossing.__getitem__):
             far = p / count + there[p] / max(1, there[count])
@@ -77,7 +77,7 @@ class Stretch:
         # What an activation has made is saved anyway: it is the end of a block.
         after = {at + 1 for n, at in self.saved.items() if self.memories[n].maker == at}
         costs = [(nbytes, at not in after) for at, nbytes in enumerate(self.crossing)]
-        found = repeats([step.func for step in self.model.path.steps], costs)
+        found = repeats([step.func for step in self.model.steps], costs)
         return [run for run in found if self._are_worth_it(run)]
 
     def allow_cuts_at_blocks(self) -> None:
@@ -91,8 +91,7 @@ class Stretch:
     def frozen(self) -> set[int]:
         """Memories that were made with grad mode off, and are needed where it is on. Who
         checkpoints by hand never makes them again."""
-        steps = self.model.path.steps[self.model.first :]
-        modes = [*zip(steps, self.model.made, self.reads, strict=False)]
+        modes = [*zip(self.model.steps, self.model.made, self.reads, strict=True)]
         off = {n for step, made, _ in modes if not step.grad_mode for n in made}
         needed = {n for step, _, read in modes if step.grad_mode for n in read}
         return self.dear & off & (needed | self.saved.keys())

@@ -22,23 +22,23 @@ class Found(NamedTuple):
 
     number: int
     place: int
-    memory: int | None  # if the window writes there later
+    part: int  # of a memory, or the whole: what a write may change with it
 
 
 class Instruction:
     """One step of a window: where on the table its arguments are, and where its results go."""
 
-    def __init__(self, step: Step, given: Mapping[Any, Any]) -> None:
+    def __init__(self, step: Step, given: dict[Any, Any]) -> None:
         """`given` are places on the table, by place or name of the argument."""
-        self.step, self.index = step, step.index
+        self.step, self.index, self.places = step, step.index, [*given.values()]
         named = {name: arg for name, arg in step.inputs.items() if type(name) is str}
+        self.args = self.places[: len(given) - len(named)]
         self.kwargs = {name: given[name] for name in named}
-        self.args = tuple([place for key, place in given.items() if key not in named])
         self.run: Callable[..., Any] = step.run
+        if step.reads_metadata:
+            self.run = partial(_call_like, self.run)
         # With the keywords that are constants.
         self.call = partial(self.run, **named) if named else self.run
-        if step.reads_metadata:
-            self.call = partial(_call_like, self.call)
         holds_tensors = any(isinstance(arg, Known | First | Parts) for arg in named.values())
         is_flat = all(type(place) is int for place in self.args) and not holds_tensors
         # Whether there is nothing to do but to call `call` with the tensors in `args`.
@@ -46,15 +46,13 @@ class Instruction:
         self.results: tuple[int, ...] = ()
         self.wanted: tuple[Found, ...] = ()  # after it
         self.dead: tuple[int, ...] = ()  # places that nothing reads any more
-        self.writes: tuple[int, ...] = ()  # memories of targets that were found before it
+        self.writes: tuple[int, ...] = ()  # where it writes and targets were found before
         self.targets = tuple([given[place] for place in step.info.targets if place in given])
 
     def take(self, own: dict[int, Any], table: list[Any]) -> None:
-        """Put arguments that the run has of its own in their places. (`call` has bound the
-        keywords, and does not look there for them.)"""
-        places = [*self.args, *self.kwargs.values()] if self.kwargs else self.args
+        """Put arguments that the run has of its own in their places."""
         for number, value in own.items():
-            table[places[number]] = value
+            table[self.places[number]] = value
 
 
 class Window:
@@ -122,28 +120,20 @@ class Window:
 
     def _find_wanted(self, starts: Set[Value]) -> None:
         """Find when each target is there, and which writes come after that."""
-        wanted: dict[int, list[Found]] = defaultdict(list)  # by step
-        writers: dict[int, list[Instruction]] = defaultdict(list)  # by part of a memory
         part_of = self._parts()
-        for instruction in self.instructions:
-            for part in {part_of[cell] for cell in instruction.step.targets}:
-                writers[part].append(instruction)
-        first: dict[int, int] = {}  # by part: the step after which its first target is there
+        wanted: dict[int, list[Found]] = defaultdict(list)  # by step
         for number, slot in self.targets.items():
             index = -1 if slot.value in starts else self.path.there_after(slot.value)
-            part, place = part_of[slot.cell], self._place_of(slot.value)
-            is_written = part in writers and writers[part][-1].index > index
-            wanted[index].append(Found(number, place, part if is_written else None))
-            first[part] = min(index, first.get(part, index))
-        for part, index in first.items():
-            for instruction in writers[part]:
-                if instruction.index > index:
-                    instruction.writes += (part,)
-                    instruction.is_quick = False
-        self.at_once = wanted.pop(-1, [])
+            found = Found(number, self._place_of(slot.value), part_of[slot.cell])
+            wanted[index].append(found)
+        self.at_once = wanted[-1]
+        exposed = {found.part for found in self.at_once}
         for instruction in self.instructions:
-            if instruction.index in wanted:
-                instruction.wanted = tuple(wanted[instruction.index])
+            written = {part_of[cell] for cell in instruction.step.targets}
+            instruction.writes = tuple(written & exposed)
+            instruction.is_quick &= not instruction.writes
+            instruction.wanted = tuple(wanted[instruction.index])
+            exposed.update([found.part for found in instruction.wanted])
 
     def _parts(self) -> dict[int, int]:
         """By cell that is written or wanted: its memory. Where an operator has split that, and
@@ -159,14 +149,12 @@ class Window:
         }
 
     def _find_last_uses(self) -> None:
-        last: dict[int, Instruction] = {}
-        for instruction in self.instructions:
-            places = [*_flatten([*instruction.args, *instruction.kwargs.values()])]
-            places += instruction.results
-            places += [found.place for found in instruction.wanted]
-            last.update((place, instruction) for place in places if place < self._tensors)
-        for place, instruction in last.items():
-            instruction.dead += (place,)
+        later = {*range(self._tensors, len(self.table))}  # constants are never dropped
+        for instruction in reversed(self.instructions):
+            places = {*_flatten(instruction.places), *instruction.results}
+            places.update([found.place for found in instruction.wanted])
+            instruction.dead = tuple(places - later)
+            later |= places
 
 
 def _flatten(places: Iterable[Any]) -> Iterable[int]:
@@ -177,9 +165,9 @@ def _flatten(places: Iterable[Any]) -> Iterable[int]:
             yield from _flatten(place[1])
 
 
-def _call_like(function: Callable[..., Any], like: Like, *args: Any) -> Any:
+def _call_like(function: Callable[..., Any], like: Like, *args: Any, **named: Any) -> Any:
     """Call a function that reads only the metadata of its first argument."""
-    return function(like.make(), *args)
+    return function(like.make(), *args, **named)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from copy import copy
 from typing import NamedTuple
 
@@ -135,7 +135,7 @@ class Path:
         cell, version = value
         return max(self._maker.get(cell, NOT_WRITTEN), version)
 
-    def slice_of(self, values: Sequence[Value], without: Set[Value] = frozenset()) -> Slice:
+    def slice_of(self, values: Collection[Value], without: Set[Value] = frozenset()) -> Slice:
         """The steps that make these values, in order, and what they start from, but for kept values
         in `without`, and those that can't stand for their memory here."""
         found: set[int] = set()

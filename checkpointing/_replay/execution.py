@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import _torch, errors
 from .._engine import Aliased, Frame, Moved, Task, Undo, described
 from .._plan import Found, Instruction, Window
-from .._record import Like, shapes_of, tensors_of
+from .._record import shapes_of, tensors_of
 
 
 class Work(Task):
@@ -49,7 +49,8 @@ class Execution:
         """`stock` has what the run holds for the window."""
         self.window, self.stock, self.frame, self.undo = window, stock, frame, work.undo
         self.found: dict[int, Tensor] = {}  # by target
-        self.exposed: dict[int, list[int]] = defaultdict(list)  # by memory: found, and not copied
+        # By part of a memory: targets that have been found, and not copied.
+        self.exposed: dict[int, list[int]] = defaultdict(list)
         self.table = window.table.copy()
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         for place, value, _ in window.starts:
@@ -71,7 +72,7 @@ class Execution:
             is_quick = instruction.is_quick
             if instruction.index in numbers:
                 instruction.take(numbers[instruction.index], table)
-                is_quick = is_quick and not instruction.kwargs
+                is_quick = is_quick and not instruction.kwargs  # which `call` has bound
             if is_quick:
                 result = instruction.call(*[table[place] for place in instruction.args])
             else:
@@ -93,8 +94,7 @@ class Execution:
     def _note(self, found: Found) -> None:
         """A target has been made."""
         self.found[found.number] = self.table[found.place]
-        if found.memory is not None:
-            self.exposed[found.memory].append(found.number)
+        self.exposed[found.part].append(found.number)
 
     def _call(self, instruction: Instruction) -> Any:
         """Run a step with all that may belong to it."""
@@ -116,8 +116,7 @@ class Execution:
 
     def _look(self, place: Any) -> Any:
         if type(place) is int:
-            found = self.table[place]
-            return found.make() if type(found) is Like else found
+            return self.table[place]
         kind, places = place
         return kind([self._look(part) for part in places])
 

@@ -288,7 +288,7 @@ class Replay(Frame):
         """Run the window of a holder, and hand out what it makes."""
         stock = self._part_of(holder, work)
         holders = stock.wanted(self.holders, work)
-        window = stock.group.window(tuple(holders))
+        window = stock.group.window(holders)
         self.replayed += window.counted
         execution = Execution(window, stock, self, work)
         if self.run.store.movers and self.complete:
@@ -321,10 +321,11 @@ class Replay(Frame):
     def _fill(self, stock: Stock, work: Work) -> dict[int, Stock]:
         """What the parts of a group start from, by holder."""
         wanted = stock.wanted(self.holders, work)
-        values, window = stock.group.filling(wanted)
+        window = stock.group.window(wanted)
         self.replayed += window.counted
         made = Execution(window, stock, self, work).make()
-        held = {**stock.held, **{value: made[number] for number, value in enumerate(values)}}
+        held = dict(stock.held)
+        held.update([(window.targets[number].value, tensor) for number, tensor in made.items()])
         found: dict[int, Stock] = {}
         for part, mine in stock.group.parts_of(wanted):
             if all(self.at_hand(wanted[slot]) is not None for slot in mine):
