@@ -130,7 +130,7 @@ class Sizes:
     def suffice(self, alive: int) -> bool:
         """Whether the present piece may end, where so many bytes are alive. Where these are few,
         pieces of this size and all ends need least together."""
-        enough = _ABOUT * math.sqrt(self._nbytes * alive)
+        enough = min(_ABOUT * math.sqrt(self._nbytes * alive), _MOST_ALIVE * alive)
         part = _LEAST if alive <= self._most else _LARGEST
         return alive > 0 and self.saved >= max(2 * alive, enough, self._nbytes * part)
 
@@ -185,6 +185,7 @@ def size_pieces(path: Path, history: History) -> None:
 
 
 _ABOUT = 0.7  # of the best size: one layer rather than two
+_MOST_ALIVE = 12  # times what is alive at its end: no piece has to be larger
 _LEAST = 1 / 128  # of what the block saves: no piece is smaller
 _LARGEST = 0.4  # of that: a piece that saves more ends where more is alive
 _MORE = 1.2  # times what was alive in that path, at the first end
