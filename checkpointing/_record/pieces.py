@@ -126,19 +126,23 @@ class Sizes:
     def __init__(self, history: History) -> None:
         self._nbytes, self._most = history.nbytes, history.alive_at_first
         self._most_later = history.most_alive
+        self._far = history.nbytes * _LARGEST
 
     def suffice(self, alive: int) -> bool:
         """Whether the present piece may end, where so many bytes are alive. Where these are few,
         pieces of this size and all ends need least together."""
         enough = min(_ABOUT * math.sqrt(self._nbytes * alive), _MOST_ALIVE * alive)
-        part = _LEAST if alive <= self._most else _LARGEST
-        return alive > 0 and self.saved >= max(2 * alive, enough, self._nbytes * part)
+        if alive > self._most:
+            enough = max(enough, self._far)
+        return alive > 0 and self.saved >= max(2 * alive, enough, self._nbytes * _LEAST)
 
     def end(self, alive: int) -> None:
         """The present piece has ended."""
         self.ends += alive
         self.all_saved += self.saved
         self.largest = max(self.largest, self.saved)
+        if alive <= self._most:
+            self._far = min(self._nbytes * _LARGEST, _FAR * self.saved)
         self._most = self._most_later
         self.saved = 0
 
@@ -187,6 +191,8 @@ def size_pieces(path: Path, history: History) -> None:
 _ABOUT = 0.7  # of the best size: one layer rather than two
 _MOST_ALIVE = 12  # times what is alive at its end: no piece has to be larger
 _LEAST = 1 / 128  # of what the block saves: no piece is smaller
-_LARGEST = 0.4  # of that: a piece that saves more ends where more is alive
+# A piece that saves more ends where more is alive: a part of what the block saves, and times what
+# the last piece did that ended where little was.
+_LARGEST, _FAR = 0.4, 1.5
 _MORE = 1.2  # times what was alive in that path, at the first end
 _FINEST = 12  # the least that may be alive, as a power of 1/2 of what the block saves
