@@ -430,6 +430,7 @@ def test_slips_of_the_first_minute_are_refused_with_the_fix():
     x, model = torch.ones(64, 64), PlainBlock()
     slips = {
         "not tensor.*Call what it returns": lambda: checkpointed(x),
+        r"one positional argument.*checkpointed\(fn\)\(x\)": lambda: checkpointed(torch.sin, x),
         r"not auto\(\). .*Options are keywords": lambda: checkpointed(checkpointing.auto()),
         "no decorator: write `with .*`@checkpointed": lambda: checkpoint_scope()(body),
         "no decorator": lambda: checkpoint_scope(body)(x),

@@ -213,7 +213,7 @@ _warn_once = cache(warn)
 def checkpointed(fn: F, /, **options: Unpack[Given]) -> F: ...
 @overload
 def checkpointed(fn: None = None, /, **options: Unpack[Given]) -> Callable[[F], F]: ...
-def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
+def checkpointed(fn: Any = None, /, *given: Any, **options: Unpack[Given]) -> Any:
     """Recompute the activations of a function in backward, instead of saving them.
 
     Args:
@@ -275,6 +275,11 @@ def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost";
     saved-tensors hooks as in `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
     """
+    if given:
+        raise TypeError(
+            "checkpointed takes one positional argument, the function. Call what it returns: "
+            "checkpointed(fn)(x). Options are keywords."
+        )
     its_run = partial(run, options_of("checkpointed", options))
     decorate = partial(wrap, "checkpointed", run=its_run)
     return decorate if fn is None else decorate(fn)
