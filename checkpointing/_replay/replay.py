@@ -157,7 +157,6 @@ class Replay(Frame):
         plan = self._hand_over()
         self._counted, self._cuts = self._counts(plan.path)
         self._saved += self.run.store.saved_bytes
-        self.peak = max(self.peak, plan.peak)
 
     def _end_piece(self) -> int:
         self._leave()
@@ -169,7 +168,6 @@ class Replay(Frame):
         """The block has ended: what its windows need goes to the holders. Returns the complaint of
         its plan, if it has one."""
         self.plan = plan = self._hand_over()
-        self.peak = max(self.peak, plan.peak)
         run, program = self.run, self.run.program
         if run.ends is not None:
             if program.history.came_in((*self._pieces, id(run.step)), run.ends.saved(run.path)):
@@ -196,6 +194,7 @@ class Replay(Frame):
             if not run.is_alone:
                 attach(plan, old)
                 run.keep_what_is_there(plan)
+        self.peak = max(self.peak, plan.peak)
         run.program.expected = plan
         if old is not None and plan.size > old.size:
             run.program.grow(plan.size)
