@@ -352,6 +352,8 @@ def shape_of(tensor: Tensor) -> Any:
     try:
         return tensor.shape
     except RuntimeError:
+        if is_lazy(tensor):
+            return ("?",)
         return tuple(map(tuple, tensor._nested_tensor_size().tolist()))
 
 
