@@ -414,20 +414,16 @@ class CheckpointedModule(nn.Module):
 
 
 def refuse_generators(entry: str, fn: Any) -> None:
-    called = fn, getattr(fn, "forward", None), type(fn).__call__
-    for kind, is_of_kind in _LAZY:
-        if any(map(is_of_kind, called)):
-            raise TypeError(
-                f"{entry} can't wrap the {kind} function {getattr(fn, '__qualname__', fn)}: "
-                "calling it computes nothing. Decorate a plain function that it calls."
-            )
-
-
-_LAZY = (
-    ("generator", inspect.isgeneratorfunction),
-    ("async", inspect.iscoroutinefunction),
-    ("async", inspect.isasyncgenfunction),
-)
+    code = fn.func if isinstance(fn, partial) else fn
+    if not inspect.isroutine(code):
+        code = code.forward if isinstance(code, nn.Module) else type(code).__call__
+    is_async = inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code)
+    if is_async or inspect.isgeneratorfunction(code):
+        kind = "async" if is_async else "generator"
+        raise TypeError(
+            f"{entry} can't wrap the {kind} function {getattr(fn, '__qualname__', fn)}: calling it "
+            "computes nothing. Decorate a plain function that it calls."
+        )
 
 
 def run(options: Options, fn: Any, args: Any, kwargs: Any, name: str) -> Any:
