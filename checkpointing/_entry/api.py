@@ -30,6 +30,7 @@ from .._engine import (
     entered_from,
     is_internal,
     thread,
+    unpack,
     warn,
 )
 from .._record import Run, program_of
@@ -572,14 +573,15 @@ def _excluded() -> AbstractContextManager[Any]:
     region, hooks = thread.region, _torch.enclosing_hooks()
     if is_plain() or not isinstance(region, Run):
         return nullcontext()
-    assert hooks is not None  # at least those of the region
-    pack, unpacked = hooks
+    if hooks is None or hooks[1] is not unpack:  # hooks of the user take the tensors
+        return nullcontext()
+    pack = hooks[0]
 
     def keep(tensor: Tensor) -> Any:
         region.keep_for_inner(tensor)
         return pack(tensor)
 
-    return torch.autograd.graph.saved_tensors_hooks(keep, unpacked)
+    return torch.autograd.graph.saved_tensors_hooks(keep, unpack)
 
 
 class Stats(NamedTuple):
