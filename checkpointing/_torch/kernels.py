@@ -103,7 +103,7 @@ LOSSES = {
 
 def scratch_of(func: Any, args: Any, result: Any) -> int:
     """The bytes that the backward of an operator allocates, beside gradients. For convolutions on a
-    CPU, those of oneDNN with AVX-512, in float32."""
+    CPU, those of oneDNN with AVX-512."""
     if func is _CONVOLUTION:
         return _scratch_of_convolution(result, *args)
     if func is _BATCH_NORM and args[0].is_cpu:
@@ -129,28 +129,35 @@ def _scratch_of_convolution(
     copies = image.nbytes + weight.nbytes + result.nbytes
     if not image.is_cpu:
         return copies
-    # For the gradient of the weight.
-    sums = int(weight.nbytes * _padding(width) * _padding(len(weight) // groups))
+    is_short = image.itemsize < 4
+    # For the gradient of the weight, in float32.
+    sums = weight.nbytes * _padding(width) * _padding(len(weight) // groups)
+    sums = int(3 * sums if is_short else sums)
     if image.is_contiguous():
-        if max(*kernel, *stride) == 1:
+        if max(*kernel, *stride) == 1 and not is_short:
             return result.nbytes  # a matrix product; the gradient may have another layout
         if groups == 1:
             copies = max(sums, _copies_in_order(result, image, weight, stride, is_transposed))
         return copies
     if len(kernel) == 1:
         return 4 * image.nbytes  # the input and the gradient are made contiguous before all else
-    if image.stride(1) == 1 and len(kernel) == 2:  # channels are last
+    is_last = image.stride(1) == 1  # the dimension of channels
+    if is_last and len(kernel) == 2 and not is_short:
         return max(2 * weight.nbytes, sums if max(kernel) > 3 else 0)
-    return max(sums, copies)
+    is_small = width == 1 and max(kernel) <= min(3, *image.shape[2:])
+    return copies if groups > 1 and (is_small or not is_last) else max(sums, copies)
 
 
 def _copies_in_order(
     result: Tensor, image: Tensor, weight: Tensor, stride: Any, is_transposed: bool
 ) -> int:
     """Those of a contiguous image, in one group."""
+    copies = image.nbytes + weight.nbytes
+    if image.itemsize < 4:
+        copies += result.nbytes
+        return max(copies + copies // 2, 2 * image.nbytes)
     if is_transposed:  # images in colour are not copied
-        made = result.nbytes if result.shape[1] > _COLOURS else 0
-        return image.nbytes + weight.nbytes + made
+        return copies + (result.nbytes if result.shape[1] > _COLOURS else 0)
     channels = image.shape[1]  # images in colour are copied only if they need a gradient
     copies = weight.nbytes + int(result.nbytes * _padding(result.shape[1]))
     if image.requires_grad or channels > _COLOURS:
