@@ -140,7 +140,7 @@ def test_as_strided_in_a_rerun_on_a_tensor_of_which_there_is_a_copy():
 def test_as_strided_beyond_a_kept_tensor_whose_neighbours_are_written():
     def f(x):
         rows = (x.detach() * 2).view(2, 4)
-        shown = keep(rows[0]).as_strided((8,), (1,)) * 1
+        shown = keep(rows[0]).as_strided((8,), (1,), 0) * 1
         rows[1].add_(1)
         return x * shown
 

@@ -35,6 +35,8 @@ class Instruction:
         self.args = self.places[: len(given) - len(named)]
         self.kwargs = {name: given[name] for name in named}
         self.run: Callable[..., Any] = step.run
+        if step.offset is not None:
+            self.run = partial(_call_with_offset, step.run, step.offset)
         if step.reads_metadata:
             self.run = partial(_call_like, self.run)
         # With the keywords that are constants.
@@ -168,6 +170,12 @@ def _flatten(places: Iterable[Any]) -> Iterable[int]:
 def _call_like(function: Callable[..., Any], like: Like, *args: Any, **named: Any) -> Any:
     """Call a function that reads only the metadata of its first argument."""
     return function(like.make(), *args, **named)
+
+
+def _call_with_offset(function: Callable[..., Any], place: int, *args: Any, **named: Any) -> Any:
+    """Call a function whose offset counts from that of its first argument."""
+    offset = args[place] + args[0].storage_offset()
+    return function(*args[:place], offset, *args[place + 1 :], **named)
 
 
 def _same(tensor: Tensor) -> Tensor:

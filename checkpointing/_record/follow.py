@@ -208,6 +208,8 @@ class Follower(TorchDispatchMode, Position, Region):
             like = Like(args[0])
             if like.metadata != step.inputs[0].metadata:
                 own[0] = like
+        if step.offset is not None:  # in a storage that may be another one
+            own[step.offset] = args[step.offset] - args[0].storage_offset()
         if own:
             self.store.numbers[step.index] = own
         for asked in step.holds:

@@ -68,9 +68,11 @@ class Info:
         if self.communicates:  # its schema does not show its writes
             self.targets = (0, "out") if self.base.endswith("_") else ("out",)
         places = {argument.name: place for place, argument in enumerate(schema.arguments)}
-        # The places of what a replay can't pass: an offset from the beginning of the storage, and a
-        # random state that is in no generator. cuDNN writes it, which its schema does not show.
-        self.unseen = [places[name] for name in places.keys() & {"storage_offset", "dropout_state"}]
+        # The place of an offset from the beginning of the storage.
+        self.offset = places.get("storage_offset")
+        # The place of a random state that is in no generator. cuDNN writes it, which its schema
+        # does not show.
+        self.random_state = places.get("dropout_state")
         # Views share memory with an argument, by which they are found; results that are no tensors
         # were decided in the forward.
         is_new = [result.alias_info is None for result in results]

@@ -157,6 +157,7 @@ class Step:
     firsts: tuple[First, ...] = ()  # in the order of their cells
     holds: tuple[Hold, ...] = ()
     varies: tuple[int, ...] = ()  # places of the arguments that are numbers of the run
+    offset: int | None = None  # the place of one that counts from that of its first argument
     reads_metadata: bool = False  # and nothing else, of its first argument
     updates: bool = False  # statistics, unseen
     fills_part: bool = False  # of memory that was only allocated

@@ -139,8 +139,6 @@ class Recorder(Memories):
         step.plain = info.plain if is_usual else info.plain - {float}
         has_zeros = any(map(_torch.is_zeros, tensors_of([*given.values()])))
         step.run = _torch.with_others_inside(info.run) if has_zeros else info.run
-        is_unseen = any(given.get(place) is not None for place in info.unseen)
-        step.effect = info.communicates or is_unseen
         if info.is_view:
             self._view(given)
         else:
@@ -150,7 +148,9 @@ class Recorder(Memories):
             step.inputs[0] = Like(given[0])
         if step.updates:
             step.inputs.update(dict.fromkeys(info.statistics))
-        step.is_prepared = any((step.holds, step.reads_metadata))
+        if given.get(info.offset) is not None:
+            step.offset = info.offset
+        step.is_prepared = any((step.holds, step.reads_metadata, step.offset is not None))
         return self._end(step)
 
     def _end(self, step: Step) -> Step:
@@ -161,9 +161,8 @@ class Recorder(Memories):
 
     def _view(self, given: dict[Any, Any]) -> None:
         step = self._step
-        step.is_view = True
-        is_anywhere = step.effect  # in the storage, which may be another one in a replay
-        step.effect |= step.info.base == "set_"
+        step.is_view, step.effect = True, step.info.base == "set_"
+        shows_more = step.info.offset is not None  # than what is held, perhaps: `as_strided`
         saves_freely = self._store.hooks is None  # no hooks are around the block
 
         def base(tensor: Tensor) -> Known | First:
@@ -171,11 +170,7 @@ class Recorder(Memories):
             memory = self.memory_of[template.cell]
             if isinstance(template, First) and (saves_freely or template.is_parameter):
                 self._hold(template)
-            if is_anywhere:
-                step.states += ((memory.number, OUTSIDE),)
-            # `as_strided` may show more than what is held.
-            is_held = template.cell in memory.there and not step.info.unseen
-            if memory.state is OUTSIDE and not is_held:
+            if memory.state is OUTSIDE and (shows_more or template.cell not in memory.there):
                 step.effect = True
             else:
                 step.reads += (self.value(template.cell),)
@@ -195,7 +190,11 @@ class Recorder(Memories):
                 step.states += ((memory.number, OUTSIDE),)
         written = tensors_of([given.get(place) for place in info.targets])
         step.updates = bool(given.get(info.switch, info.statistics))  # no switch: if it has any
-        step.effect |= not all(map(self._can_be_made, written))
+        step.effect = (
+            info.communicates
+            or given.get(info.random_state) is not None
+            or not all(map(self._can_be_made, written))
+        )
         elsewhere = {torch.Generator, torch.device} & {*map(type, given.values())}
         step.is_quick_draw = not (info.custom or elsewhere)
         step.draws = info.may_draw and not step.effect
