@@ -190,7 +190,7 @@ def exchanged(frame: Any, name: str) -> MismatchError:
 def other_role(frame: object, slot: int, line: str) -> MismatchError:
     return MismatchError(
         f"{frame}: in slot {slot}, at {line}, the recompute meets another input of a region inside "
-        "than the forward, or only one of them meets one. The function took another path the "
+        "than the forward did, or one of the two meets none. The function took another path the "
         "second time, or one tensor of the forward is two in the recompute: make it depend on its "
         "arguments only, or use backend='replay', which calls nothing again."
     )

@@ -369,8 +369,7 @@ class Case:
         """Frames die with the graph: after a backward and without one."""
         # An argument that its own function writes, which backward refuses, owns it.
         if door not in self.refused:
-            with warnings.catch_warnings(), no_garbage():
-                warnings.simplefilter("ignore")  # torch gives some once in a process
+            with no_garbage():
                 self.program(REGIONS[door], *self.make())
         # Torch itself keeps a graph of several outputs whose backward has failed.
         if "exception" not in outcome(self.program, REGIONS[door], self.make, "first"):

@@ -252,4 +252,4 @@ def _by_hand(outlook: Outlook, calls: Calls) -> dict[str, Cost]:
 
 
 _MOST_PEAKS = 10  # that are tried, each by the same factor larger than the one before
-_AT_LEAST = 1.005  # no less than that when it is rounded to two digits after the point
+_AT_LEAST = 1.005  # so that rounding to two digits after the point gives no less

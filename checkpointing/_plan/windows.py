@@ -48,7 +48,7 @@ class Instruction:
         self.results: tuple[int, ...] = ()
         self.wanted: tuple[Found, ...] = ()  # after it
         self.dead: tuple[int, ...] = ()  # places that nothing reads any more
-        self.writes: tuple[int, ...] = ()  # where it writes and targets were found before
+        self.writes: tuple[int, ...] = ()  # parts that it writes, with targets found before
         self.targets = tuple([given[place] for place in step.info.targets if place in given])
 
     def take(self, own: dict[int, Any], table: list[Any]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _torch
 from .._engine import CPU_RNG, Generators, rngs_of
 
-# Objects of these types are the same if they are equal; floats are if they are neither nan nor 0.
+# Objects of these types are the same if they are equal; so are floats other than nan and 0.
 PLAIN = frozenset({int, float, bool, str, torch.dtype, torch.device})
 
 

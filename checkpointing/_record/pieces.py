@@ -42,7 +42,7 @@ class Ends:
         self._count = 0  # of its steps that have been looked at
         self._made: dict[Any, int] = {}  # by memory that it has made: the bytes
         self._results: list[tuple[int, int]] = []  # that may be alive: cells and memories
-        self._written: set[int] = set()  # memories
+        self._written: set[int] = set()  # memories that it has written
         self._met: list[First] = []
 
     def may_be_here(self, path: Sequence[Step], cells: Cells) -> bool:

@@ -478,6 +478,8 @@ FSDP_GATHERS = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 def is_called_from(module: str) -> bool:
     """Whether code of a module, or of a package, is on the stack."""
+    if module not in sys.modules:
+        return False
     frames = traceback.walk_stack(sys._getframe(1))
     return any(frame.f_globals.get("__name__", "").startswith(module) for frame, _ in frames)
 

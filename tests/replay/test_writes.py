@@ -10,7 +10,9 @@ from torch import nn
 from checkpointing import ChangedError, checkpoint_scope, checkpointed, keep
 
 case = Table(leaves())
-pytestmark = NO_ROOM
+# Torch says these once in a process.
+ONCE = "ignore:(The PyTorch API of nested tensors|torch.quantize_per_tensor)"
+pytestmark = [NO_ROOM, pytest.mark.filterwarnings(ONCE)]
 
 
 class Programs:
