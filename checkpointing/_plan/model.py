@@ -20,7 +20,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from copy import copy
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from .. import _torch
 from .._record import KEEP, NOT_WRITTEN, UNSEEN, First, Known, Path, Run, Step, Value
@@ -84,7 +84,7 @@ class Model:
         # By memory of a parameter that trains: its bytes, and the steps that read it.
         held = {path.memory_of[cell]: run.store.parameter(cell) for cell in path.trained}
         self._gradients = {number: p.nbytes for number, p in held.items() if p is not None}
-        self._uses: dict[int, list[int]] = defaultdict(list)
+        self._uses: dict[int, list[int]] = {}
         self._last_read: dict[int, int] = {}  # by part of a memory, or cell: a step
         # By slot that the block has made: the position at which backward wants it, and the memory.
         self.saves: dict[int, tuple[int, int]] = {}
@@ -122,18 +122,29 @@ class Model:
         self.backward = self.sums(spans)[1:]
 
     def _find_used(self, alive: Set[int]) -> None:
-        """Find what gets a gradient: what lives on, the last result, and what leads to these."""
-        found = {number for number, memory in self.memories.items() if memory.has_gradient}
-        used = found.intersection({*alive}.union(*self.made[-1:]))
+        """Find what gets a gradient: what lives on, the last result, and what leads to these. A
+        custom autograd function runs its forward with grad mode off: what leads to its result
+        counts, too, since its backward works with about as much."""
+        integers = {number for step in self.steps for number in step.integers}
+        followed = [self.made[step.index] for step in self.steps if step.differentiated]
+        used = ({*chain(*followed)} - integers).intersection({*alive}.union(*self.made[-1:]))
         last: dict[int, int] = {}
-        for index in range(self.count - 1, -1, -1):
-            if not used.isdisjoint(self.made[index]):
-                for number in found.intersection(self.reads[index]):
-                    last.setdefault(number, index)
-                    used.add(number)
-        for number in found:
+        uses: dict[int, list[int]] = defaultdict(list)
+        for step in reversed(self.steps):
+            if used.isdisjoint(self.made[step.index]):
+                continue
+            read = {*step.differentiated}
+            if not step.grad_mode:
+                read = {self.path.memory_of[cell] for cell, _ in step.reads}
+            for number in read & self._gradients.keys():
+                uses[number].append(step.index)
+            for number in (read & self.memories.keys()) - integers:
+                last.setdefault(number, step.index)
+                used.add(number)
+        self._uses = {number: indices[::-1] for number, indices in uses.items()}
+        for number in used:
             memory = self.memories[number]
-            memory.has_gradient = number in used
+            memory.has_gradient = True
             memory.last_used = last.get(number, memory.maker)
 
     def _losses(self) -> Iterator[Span]:
@@ -180,10 +191,6 @@ class Model:
             for number in memories if step.event is UNSEEN else written:
                 memories[number].final = self.never
             return
-        read = {self.path.memory_of[cell] for cell, _ in step.reads}
-        if step.grad_mode:
-            for number in read & self._gradients.keys():
-                self._uses[number].append(index)
         self._add_reads(step)
         for number, nbytes in step.sizes:
             memories[number] = memory = Memory(number, index, int(nbytes * self.scale), self.never)
@@ -194,7 +201,7 @@ class Model:
             memory.writers += (index,)
             memory.final = max(memory.final, index + 1)
         self.made[index] = (*[number for number, _ in step.sizes], *written)
-        self._weigh(step, not read.isdisjoint(self.path.differentiable))
+        self._weigh(step)
 
     def _add_reads(self, step: Step) -> None:
         # It writes there, or splits it.
@@ -214,8 +221,8 @@ class Model:
             memory.readers += (step.index,)
         self.reads[step.index] = (*sorted(read),)
 
-    def _weigh(self, step: Step, reads_leaf: bool) -> None:
-        """What a step costs, and whether what it makes is cheap and has a gradient."""
+    def _weigh(self, step: Step) -> None:
+        """What a step costs, and whether what it makes is cheap."""
         reads = [self.memories[number] for number in self.reads[step.index]]
         made = [self.memories[number] for number in self.made[step.index]]
         written = self._bytes_of(self.made[step.index])
@@ -225,10 +232,8 @@ class Model:
         if step.draws:  # the random numbers would have to be drawn in each window
             effort = math.inf
         is_cheap = not flops and effort <= MOST_WRITTEN * written
-        depends = reads_leaf or any(memory.has_gradient for memory in reads)
         for memory in made:
             memory.is_cheap, memory.effort = is_cheap, effort if is_cheap else math.inf
-            memory.has_gradient = depends and step.grad_mode and memory.number not in step.integers
 
     def part(self, steps: Sequence[int], slots: Iterable[int], held: Set[int]) -> Model:
         """The stretch from the first of these steps to where the last of these slots is wanted that

@@ -89,12 +89,13 @@ class Stretch:
 
     @cached_property
     def frozen(self) -> set[int]:
-        """Memories that were made with grad mode off, and are needed where it is on. Who
-        checkpoints by hand never makes them again."""
+        """Memories without gradient that were made with grad mode off, and are needed where it is
+        on. Who checkpoints by hand never makes them again."""
         modes = [*zip(self.model.steps, self.model.made, self.reads, strict=True)]
         off = {n for step, made, _ in modes if not step.grad_mode for n in made}
         needed = {n for step, _, read in modes if step.grad_mode for n in read}
-        return self.dear & off & (needed | self.saved.keys())
+        found = self.dear & off & (needed | self.saved.keys())
+        return {number for number in found if not self.memories[number].has_gradient}
 
     def _across(self, run: range, n: int = 0) -> int:
         """The bytes that cross cuts after so many steps in each block."""

@@ -38,7 +38,6 @@ class Path:
         # Steps, by memory; the first stands for whatever was there before.
         self._writers: dict[int, list[int]] = defaultdict(lambda: [NOT_WRITTEN])
         self.trained: list[int] = []  # cells of parameters
-        self.differentiable: set[int] = set()  # memories from outside
         # By cell: the part that it shows of what an operator has made and another one has split.
         # (A third one may split that again otherwise: its parts would overlap with these.)
         self.parts: dict[int, int] = {}
@@ -90,8 +89,6 @@ class Path:
             self._add_given(asked)
         for first in here.firsts:
             self.memory_of[first.cell] = first.memory
-            if first.requires_grad:
-                self.differentiable.add(first.memory)
             if first.refers is not None:
                 self._add_given(first.refers)
                 if first.requires_grad:

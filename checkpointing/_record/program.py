@@ -152,6 +152,7 @@ class Step:
     grad_mode: bool = True  # kernels may look at it
     cells_before: int = 0  # how many cells the path has filled before it
     reads: tuple[Value, ...] = ()
+    differentiated: tuple[int, ...] = ()  # memories of what it reads that autograd follows
     writes: tuple[int, ...] = ()  # memories
     targets: tuple[int, ...] = ()  # cells that it writes to
     firsts: tuple[First, ...] = ()  # in the order of their cells

@@ -144,6 +144,9 @@ class Recorder(Memories):
         else:
             self._operate(given)
         step.inputs = dict(zip(given, step.args, strict=True))
+        if grad_mode:
+            followed = [each for each in tensors_of([*given.values()]) if each.requires_grad]
+            step.differentiated = tuple([m.number for m in map(self.known_memory, followed) if m])
         if step.reads_metadata:
             step.inputs[0] = Like(given[0])
         if step.updates:
