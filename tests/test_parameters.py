@@ -179,6 +179,22 @@ def offloaded(goes, seen=None):
     return model
 
 
+def test_a_view_in_the_place_of_a_parameter_may_be_an_attribute_in_backward():
+    """As FSDP1 does with `use_orig_params=True`: it is still what the module reads."""
+    torch.manual_seed(0)
+    x, flat = leaf(), nn.Parameter(torch.rand(16))
+
+    def gradient(door):
+        layer = nn.Linear(4, 4, bias=False)
+        layer._parameters["weight"] = view = flat.view(4, 4)
+        y = door(nn.Sequential(layer, nn.Tanh()))(x * 1)
+        del layer._parameters["weight"]
+        layer.weight = view
+        return torch.autograd.grad(y.sum(), flat)[0]
+
+    assert torch.equal(gradient(rerun), gradient(plain))
+
+
 @program()
 def frozen_weights_that_hooks_bring_in_anew(door):
     """Their identity is another at every call, their values are the same."""

@@ -178,7 +178,8 @@ class Buffers:
                 continue
             if not is_parameter:
                 now = [each for owner in self._flags for each in owner._parameters.values()]
-                is_wrong = id(tensor) not in map(id, now)
+                # FSDP1 makes it an attribute for backward.
+                is_wrong = other is not tensor and id(tensor) not in map(id, now)
             elif other is None:
                 is_wrong = False
             else:  # one that looks different may be a placeholder, until a hook brings a weight in
