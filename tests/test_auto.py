@@ -832,6 +832,29 @@ def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():
     assert later == run.scope.stats
 
 
+def test_steps_between_those_with_a_gradient_penalty_are_as_cheap_as_without_any():
+    """A backward inside a block makes it keep its values later, if the last block had one, too."""
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(12))
+
+    def run(has_penalty=False):
+        x = torch.randn(64, 32, requires_grad=True)
+        with checkpoint_scope(auto()) as scope:
+            y = x
+            for layer in layers:
+                y = layer(y)
+            loss = y.square().mean()
+            if has_penalty:
+                (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+                loss = loss + gradient.square().mean()
+        loss.backward()
+        return scope.stats.ops_replayed
+
+    without = [run() for _ in range(3)][-1]
+    later = [run(has_penalty=n % 4 == 0) for n in range(16)]
+    assert later[2::4] == later[3::4] == [without] * 4
+    assert len({*later[4::4]}) == 1
+
+
 def test_recording_and_planning_take_the_same_time_for_each_row_of_a_stack():
     weight = torch.randn(16, 16, requires_grad=True)
 

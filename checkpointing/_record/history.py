@@ -15,9 +15,9 @@ class History:
     # Whether blocks are never taken in pieces: a backward inside a block may bring back what only
     # the same piece would know again.
     stays_whole = False
-    # Whether a backward inside has brought values back into blocks. It brings back less where more
-    # is held, so with each plan a block would go another way, and be planned anew. These blocks
-    # hold what a plan keeps from the next backward on, or from their end.
+    # Whether a backward inside has brought values back into the last block. It brings back less
+    # where more is held, so with each plan a block would go another way, and be planned anew. The
+    # next block holds what a plan keeps from the next backward on, or from its end.
     brings_back = False
     # Of the last runs; another thread may be in one, too.
     _new: tuple[bool, ...] = ()

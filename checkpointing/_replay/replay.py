@@ -94,6 +94,7 @@ class Replay(Frame):
     hint = errors.UNSEEN
     kind_of_task = Work
     may_have_pieces = False
+    _brings_back = False  # whether a backward inside has brought values back into the block
     is_new = False  # whether the block went a way that was not known
     replays: int = 0
     replayed = 0
@@ -169,6 +170,7 @@ class Replay(Frame):
         its plan, if it has one."""
         self.plan = plan = self._hand_over()
         run, program = self.run, self.run.program
+        program.history.brings_back = self._brings_back
         if run.ends is not None:
             if program.history.came_in((*self._pieces, id(run.step)), run.ends.saved(run.path)):
                 program.forget()
@@ -217,7 +219,7 @@ class Replay(Frame):
             self._leave()
             run.begin_anew(self.holders)
         else:
-            run.program.history.brings_back = True
+            self._brings_back = run.program.history.brings_back = True
             self._hand_over()
         return holder.stock  # type: ignore[no-any-return]
 
