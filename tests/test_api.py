@@ -269,6 +269,8 @@ def test_a_module_instance_is_not_changed(backend):
         ({"determinism_check": ["metadata"]}, ["determinism_check", "metadata"]),
         ({"preserve_rng_state": "python"}, ["preserve_rng_state is True, False or 'all'"]),
         ({"preserve_rng_state": None}, ["preserve_rng_state is True, False or 'all'"]),
+        ({"enabled": "0"}, ["enabled is True or False, not '0'"]),
+        ({"early_stop": "no"}, ["early_stop is True or False"]),
     ],
     ids=str,
 )
@@ -444,6 +446,17 @@ def test_slips_of_the_first_minute_are_refused_with_the_fix():
             call()
         assert len(str(caught.value)) < 250
         assert "\n" not in str(caught.value)
+
+
+def test_what_is_assigned_to_a_module_instance_is_what_its_forward_uses():
+    dropout, norm = checkpointed(nn.Dropout(0.9)), checkpointed(nn.BatchNorm1d(4))
+    linear, x = checkpointed(nn.Linear(4, 4)), torch.randn(8, 4)
+    dropout.p, norm.momentum = 0.0, 1.0
+    linear.weight, linear.bias = nn.Parameter(torch.eye(4)), None
+    assert torch.equal(dropout(x), x) and torch.equal(linear(x), x)
+    norm(x)
+    assert torch.allclose(norm.running_mean, x.mean(0))
+    assert [name for name, _ in linear.named_parameters()] == ["weight"]
 
 
 def test_a_module_instance_stays_a_module_of_its_model():

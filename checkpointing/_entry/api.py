@@ -7,7 +7,7 @@ engine does the rest.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial, wraps
@@ -260,7 +260,7 @@ def checkpointed(fn: Any = None, /, *given: Any, **options: Unpack[Given]) -> An
     Raises:
         TypeError: for generator functions, async functions, classes that are no modules, and
             classes of torch's own.
-        ValueError: for options that contradict each other.
+        ValueError: for options with other values than these, or that contradict each other.
         CheckpointError: from backward, if a tensor cannot be recomputed exactly: an argument has
             been changed in place, or the function does something else the second time.
 
@@ -292,25 +292,23 @@ def options_of(entry: str, given: Any, *its_own: Any) -> Options:
 
     Raises:
         TypeError: for options that the entry point does not have.
-        ValueError: for options that contradict each other.
+        ValueError: for options with other values than these, or that contradict each other.
     """
     known = Options._fields[len(its_own) :]
-    for name in given:
+    for name, value in given.items():
         if name not in known:
             raise TypeError(f"{entry} has no option {name!r}, only {', '.join(known)}")
+        choices = _CHOICES.get(name, (value,))
+        if value not in choices:
+            *others, last = map(repr, choices)
+            raise ValueError(f"{name} is {', '.join(others)} or {last}, not {value!r}")
     options = Options(*its_own, **given)
     policy, check = as_policy(options.policy), options.determinism_check
     backend = options.backend or ("rerun" if policy is None else "replay")
-    if backend not in ("rerun", "replay", "reentrant"):
-        raise ValueError(f"backend is 'rerun', 'replay' or 'reentrant', not {backend!r}")
     if policy is not None and backend != "replay":
         raise ValueError(
             f"a policy needs recorded operators, which backend={backend!r} does not have: leave "
             "backend out, or say backend='replay'"
-        )
-    if options.preserve_rng_state not in (True, False, "all"):
-        raise ValueError(
-            f"preserve_rng_state is True, False or 'all', not {options.preserve_rng_state!r}"
         )
     if not (callable(check) or check in [*CHECKS]):
         raise ValueError(
@@ -329,6 +327,13 @@ def options_of(entry: str, given: Any, *its_own: Any) -> Options:
             FutureWarning,
         )
     return options._replace(backend=backend, policy=policy, report=is_noted)
+
+
+_CHOICES: dict[str, Sequence[Any]] = {
+    "backend": (None, "rerun", "replay", "reentrant"),
+    "preserve_rng_state": (True, False, "all"),
+    **dict.fromkeys(("enabled", "early_stop", "debug", "report"), (True, False)),
+}
 
 
 def wrap(entry: str, fn: Any, run: Any, name: str = "") -> Any:
@@ -387,7 +392,7 @@ class CheckpointedModule(nn.Module):
         super().__init__()
         # The name that torch's distributed checkpoints leave out.
         self._checkpoint_wrapped_module, self._run = fn, run
-        del self.training  # that of the module, until this one is told another
+        del self.training
 
     @property
     def __wrapped__(self) -> Any:
@@ -397,6 +402,12 @@ class CheckpointedModule(nn.Module):
         if name.startswith("_"):  # such as `__deepcopy__`, which would copy that module alone
             return super().__getattr__(name)
         return getattr(self.__wrapped__, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name == "forward":
+            super().__setattr__(name, value)
+        else:
+            setattr(self.__wrapped__, name, value)
 
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
