@@ -129,10 +129,15 @@ def _scratch_of_convolution(
     copies = image.nbytes + weight.nbytes + result.nbytes
     if not image.is_cpu:
         return copies
-    is_short = image.itemsize < 4
+    is_short, is_last = image.itemsize < 4, image.stride(1) == 1  # the dimension of channels
     # For the gradient of the weight, in float32.
-    sums = weight.nbytes * _padding(width) * _padding(len(weight) // groups)
-    sums = int(3 * sums if is_short else sums)
+    padding = _padding(width) * _padding(len(weight) // groups)
+    sums = int((3 if is_short else 1) * weight.nbytes * padding)
+    if not (is_short or is_last):
+        if max(kernel) > _WIDEST:  # each thread sums up for itself
+            sums = 4 * weight.nbytes * torch.get_num_threads()
+        elif width <= _COLOURS:  # they have a kernel of their own
+            sums = weight.nbytes
     if image.is_contiguous():
         if max(*kernel, *stride) == 1 and not is_short:
             return result.nbytes  # a matrix product; the gradient may have another layout
@@ -141,7 +146,6 @@ def _scratch_of_convolution(
         return copies
     if len(kernel) == 1:
         return 4 * image.nbytes  # the input and the gradient are made contiguous before all else
-    is_last = image.stride(1) == 1  # the dimension of channels
     if is_last and len(kernel) == 2 and not is_short:
         return max(2 * weight.nbytes, sums if max(kernel) > 3 else 0)
     is_small = width == 1 and max(kernel) <= min(3, *image.shape[2:])
@@ -168,6 +172,7 @@ def _copies_in_order(
 
 
 _COLOURS = 3  # the channels of an image
+_WIDEST = 14  # the kernels that oneDNN has code of its own for
 
 
 def _padding(channels: int) -> float:
