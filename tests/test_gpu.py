@@ -6,18 +6,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import (
-    NO_ROOM,
-    PLANNED,
-    Table,
-    bits,
-    plain,
-    planned,
-    replay,
-    rerun,
-    scope,
-    streams,
-)
+from oracle import NO_ROOM, PLANNED, Table, bits, plain, planned, replay, rerun, scope, streams
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -108,8 +108,7 @@ def test_inputs_go_on_request_only(inputs):
 
 
 @pytest.mark.parametrize(
-    ("least", "found"),
-    [(0, [(5,), (100,)]), (400, [(5,), (100,)]), ("4 kB", [(5,)]), (4001, [])],
+    ("least", "found"), [(0, [(5,), (100,)]), (400, [(5,), (100,)]), ("4 kB", [(5,)]), (4001, [])]
 )
 def test_small_storages_stay(least, found):
     """Whole storages count, not the tensors on them."""

@@ -12,13 +12,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import checkpointing
-from checkpointing import (
-    CheckpointError,
-    MismatchError,
-    checkpointed,
-    keep,
-    offload,
-)
+from checkpointing import CheckpointError, MismatchError, checkpointed, keep, offload
 from checkpointing.torch_compat import checkpoint
 
 pytestmark = NO_ROOM
