@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from oracle import NO_ROOM, memory_of, plain, scope, through
+from oracle import NO_ROOM, bits, memory_of, plain, scope, through
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -116,10 +116,7 @@ def test_every_step_leaves_the_same_bits(program):
         cuts.append(scope.stats.cuts)
         return loss
 
-    want, got = steps(program, lambda function: function()), steps(program, region)
-    for one, other in zip(want, got, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert (a is None and b is None) or torch.equal(a, b)
+    assert bits(steps(program, region)) == bits(steps(program, lambda function: function()))
     assert min(map(len, cuts[-4:])) > 2
 
 
