@@ -29,6 +29,15 @@ DOORS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def forgetful():
+    """Each test compiles anew. Tracing a selective context leaves torch's notes for the next node
+    behind."""
+    torch._dynamo.reset()
+    yield
+    torch.fx.traceback.current_meta.clear()
+
+
 @pytest.fixture(params=BACKENDS)
 def compiler(request):
     """Compiles a function, and counts what it compiles and how often that runs."""
@@ -36,7 +45,6 @@ def compiler(request):
 
     if request.param != "aot_eager" and not any(map(shutil.which, ["c++", "g++", "clang++", "cl"])):
         pytest.skip("inductor needs a C++ compiler")
-    torch._dynamo.reset()
     options = {"wrap_inductor_compiled_regions": True} if request.param == "shown" else {}
     inner = torch._dynamo.lookup_backend(request.param.replace("shown", "inductor"))
 
@@ -142,7 +150,6 @@ PROGRAMS = {
 @pytest.mark.parametrize("word", ["s", "r", "cs"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_compiled_code_in_regions_of_every_kind(name, word):
-    torch._dynamo.reset()
     run = torch.compile(breaks, backend="aot_eager")
 
     program, x = functools.partial(PROGRAMS[name], run), torch.randn(4, 8, requires_grad=True)
@@ -152,7 +159,6 @@ def test_compiled_code_in_regions_of_every_kind(name, word):
 
 @pytest.mark.parametrize("door", [scope, replay])
 def test_a_region_that_records_breaks_a_whole_graph_with_one_sentence(door):
-    torch._dynamo.reset()
     whole = torch.compile(lambda x: door(torch.sin)(x), backend="aot_eager", fullgraph=True)
     sentence = "a region that records operators needs eager mode: put"
     with pytest.raises(torch._dynamo.exc.Unsupported, match=sentence):
@@ -267,13 +273,6 @@ def test_exported(door):
     assert operators == ["aten.matmul.default", "aten.sin.default", "aten.cos.default"]
 
 
-@pytest.fixture(autouse=True)
-def forgetful():
-    """Tracing a selective context leaves torch's notes for the next node behind."""
-    yield
-    torch.fx.traceback.current_meta.clear()
-
-
 def fn(x, y):
     return torch.sigmoid(torch.matmul(torch.matmul(x, y).sin(), y))
 
@@ -375,7 +374,6 @@ COMPILED = [(checkpointed, "inductor"), (BEGUN, "aot_eager"), (in_place, "aot_ea
 
 @pytest.mark.parametrize(("door", "backend"), COMPILED)
 def test_one_graph_for_all_sizes_with_the_results_of_eager_code(door, backend):
-    torch._dynamo.reset()
     graphs, inner = [], torch._dynamo.lookup_backend(backend)
 
     class Block(nn.Module):
@@ -402,7 +400,6 @@ def test_one_graph_for_all_sizes_with_the_results_of_eager_code(door, backend):
 @pytest.mark.parametrize("door", ["replay", "scope", "policy"])
 def test_regions_that_record_break_the_graph_and_are_right(door, seen_before):
     """Whatever was entered before: Dynamo guards the values of dicts that it traces."""
-    torch._dynamo.reset()
     linear, x = nn.Linear(4, 4), leaf()
     inside = lambda x: (linear(x).sin() @ x).exp()
     doors = {"replay": replay(inside), "scope": scope(inside)}
@@ -429,7 +426,6 @@ def test_in_the_place_of_torchs_function(monkeypatch):
 @pytest.mark.parametrize("door", [ours.checkpoint(use_reentrant=False), checkpointed])
 def test_compiled_autograd_over_eager_regions(door):
     """The recompute stays in eager mode, since a compiled one would save other tensors."""
-    torch._dynamo.reset()
     runs, (x, y) = [], arguments()
     result = door(lambda x, y: (runs.append(1), fn(x, y))[1])(x, y).sum()
     compiler = functools.partial(torch.compile, backend="aot_eager")
