@@ -692,32 +692,6 @@ def test_nests_that_share_their_sites() -> None:
     assert not wrong, f"{len(wrong)} runs are wrong, such as\n" + "\n".join(wrong[:3])
 
 
-IN_REGIONS = {
-    "rerun in rerun": lambda step: oracle.rerun(oracle.rerun(step)),
-    "scope in rerun": lambda step: oracle.rerun(oracle.scope(step)),
-    "rerun in scope": lambda step: oracle.scope(oracle.rerun(step)),
-    "rerun in replay": lambda step: oracle.replay(oracle.rerun(step)),
-}
-
-
-@pytest.mark.parametrize("around", IN_REGIONS.values(), ids=IN_REGIONS)
-def test_a_step_in_two_regions_adds_its_gradients_once(around: Callable[..., Any]) -> None:
-    """Also where what the inner one takes does not require grad: nothing has yet to fill it."""
-    layer, x = nn.Linear(6, 1), torch.randn(4, 6)
-
-    def step(x: Tensor) -> Tensor:
-        loss = layer(x).square().mean()
-        loss.backward()
-        return loss.detach()
-
-    def gradient(fn: Callable[..., Any]) -> list[Any]:
-        layer.zero_grad()
-        fn(x)
-        return [bits(parameter.grad) for parameter in layer.parameters()]
-
-    assert gradient(around(step)) == gradient(step)
-
-
 def test_the_generator_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `keep` that hands over something else is noticed."""
     other = lambda x: [t * 1.5 for t in x] if isinstance(x, tuple) else x * 1.5

@@ -9,7 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from oracle import RERUNS, WAYS, Programs, data, integers as leaf, plain, rerun, same, same_bits
+from oracle import (
+    RERUNS,
+    WAYS,
+    Programs,
+    data,
+    integers as leaf,
+    plain,
+    replay,
+    rerun,
+    same,
+    same_bits,
+)
 from torch import nn
 
 from checkpointing import ChangedError, MismatchError, checkpointed, is_recomputing
@@ -446,6 +457,19 @@ def an_optimizer_that_steps_in_backward(door):
             y = door(lambda y, i=i: net[i](y) * 2)(y)
         y.sum().backward()
     return x.grad, *net.parameters()
+
+
+@program("rerun", "rerun in rerun", "scope in rerun", "rerun in scope")
+def steps_in_regions_that_add_their_gradients_once(door):
+    """Also where what the inner one takes does not require grad: nothing has yet to fill it."""
+    layer, x = nn.Linear(6, 1), data(4, 6)
+
+    def step(x):
+        loss = layer(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return door(step)(x), replay(door(step))(x), *(p.grad for p in layer.parameters())
 
 
 @program()
