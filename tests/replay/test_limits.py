@@ -255,15 +255,21 @@ def test_what_has_been_changed_is_named(read, door):
         out.sum().backward()
 
 
-@WHERE
-def test_a_decision_that_is_written_after_the_block_is_refused(door):
-    def function(x):
-        index = (x @ x).detach().argmax(-1, keepdim=True)
-        return (x * (index > 1)).exp(), index
+def decided(x):
+    index = (x @ x).detach().argmax(-1, keepdim=True)
+    return (x * (index > 1)).exp(), index
 
-    y, index = door(function, torch.eye(4).requires_grad_())
-    index.add_(1)
-    with pytest.raises(ChangedError, match=r"a decision .* was changed"):
+
+HELD = {"a decision": decided, "a kept tensor": lambda x: (keep(k := x.sin().cos()).exp().sin(), k)}
+
+
+@WHERE
+@pytest.mark.parametrize("what", HELD)
+def test_what_a_block_holds_and_returns_is_refused_if_it_is_written_after_it(what, door):
+    y, held = door(HELD[what], torch.eye(4).requires_grad_())
+    with torch.no_grad():
+        held.add_(1)
+    with pytest.raises(ChangedError, match=rf"{what} .* was changed"):
         y.sum().backward()
 
 
