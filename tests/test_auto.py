@@ -60,9 +60,7 @@ def each_called(call, blocks):
 
 def units_of(x, n, wide=1):
     """A chain of `n` operators, each of which saves its result, and perhaps longer tensors."""
-    y = x * 1
-    for _ in range(n):
-        y = y.tanh()
+    y = through([torch.tanh] * n, x * 1)
     return y.sum() if wide == 1 else y.expand(wide, -1).sin().sin().sum()
 
 
@@ -123,15 +121,8 @@ def stem():
     """Six layers, each half as long as the one before, in front of many small ones."""
     x = torch.linspace(-1, 1, 1 << 16).requires_grad_()
 
-    def forward():
-        y = x
-        for _ in range(6):
-            y = (y * 1).tanh().exp().sigmoid().log().unflatten(0, (-1, 2)).sum(1)
-        for _ in range(150):
-            y = y.tanh().exp()
-        return y.sum()
-
-    return forward
+    halve = lambda y: (y * 1).tanh().exp().sigmoid().log().unflatten(0, (-1, 2)).sum(1)
+    return lambda: through([halve] * 6 + [torch.tanh, torch.exp] * 150, x).sum()
 
 
 PARTS = {  # of plain's peak
@@ -239,12 +230,8 @@ def test_what_a_frozen_part_hands_on_is_not_made_again():
 
     def run(layers):
         with torch.no_grad():
-            y = x
-            for _ in range(8):
-                y = frozen(y).sigmoid()
-        for _ in range(layers):
-            y = head(y).tanh()
-        return y.square().mean()
+            y = through([frozen, torch.sigmoid] * 8, x)
+        return through([head, torch.tanh] * layers, y).square().mean()
 
     for layers in (2, 12):
         loss, scope = known(functools.partial(run, layers))
@@ -580,10 +567,7 @@ def test_auto_and_other_policies():
     x, w = torch.rand(8, 8).requires_grad_(), torch.rand(8, 8)
 
     def run():
-        y = x
-        for _ in range(30):
-            y = tag((y @ w).tanh(), "result").sin() / 8
-        return y.sum()
+        return through([lambda y: tag((y @ w).tanh(), "result").sin() / 8] * 30, x).sum()
 
     want = bits(torch.autograd.grad(run(), x)[0])
     for other, absent in (
@@ -649,9 +633,7 @@ def sharded(depth, wide):
         for i in range(depth):
             y = in_backward(y, give_back, i)
             gather(i)
-            y = (y @ weights[i]).sin()
-            for _ in range(wide):
-                y = y.tanh().sin()
+            y = through([torch.tanh, torch.sin] * wide, (y @ weights[i]).sin())
             give_back(i)
             y = in_backward(y, gather, i)
         return y.sum()
@@ -773,13 +755,10 @@ def test_labels_made_first_do_not_bring_the_first_layers_back(shift):
     layers, x = nn.ModuleList(programs.Block(32, 2) for _ in range(6)), torch.randn(8, 64, 32)
 
     def forward(made_first):
-        y = x
         labels = torch.ones(8, 64, dtype=torch.long) if made_first else ones
         if shift is not None:
             labels = labels.float().add(shift).long()
-        for layer in layers:
-            y = layer(y)
-        return nn.functional.cross_entropy(y.transpose(1, 2), labels)
+        return nn.functional.cross_entropy(through(layers, x).transpose(1, 2), labels)
 
     ones, peaks = torch.ones(8, 64, dtype=torch.long), []
     for made_first in (False, True):
@@ -797,10 +776,7 @@ def test_a_path_needs_little_more_after_another_one():
 
     def forward(depth):
         with checkpoint_scope(auto()):
-            y = x
-            for layer in layers[:depth]:
-                y = layer(y)
-            return y.square().mean()
+            return through(layers[:depth], x).square().mean()
 
     for depth in (4, 12, 8, 4, 12, 8):
         forward(depth).backward()

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import apply, bits, leaf, memory_of, with_gradients
+from oracle import apply, bits, leaf, memory_of, through, with_gradients
 from test_auto import scoped
 from torch import nn
 
@@ -229,12 +229,7 @@ def test_an_input_that_no_recompute_reads_is_released(door):
 
 @pytest.mark.parametrize("door", ["r", "s"])
 def test_a_replay_frees_what_it_has_used(door):
-    def fn(x):
-        for _ in range(20):
-            x = x.neg()
-        return x.sin()
-
-    region, x = apply(door, fn), leaf(1000)
+    region, x = apply(door, lambda x: through([torch.neg] * 20, x).sin()), leaf(1000)
     assert memory_of(lambda: region(x).sum()).peak < 6 * N
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import Watching, bits, rerun
+from oracle import Watching, bits, rerun, through
 from test_auto import NESTINGS, gradients, net as auto_net
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -71,9 +71,7 @@ def test_the_original_memory_is_free_after_the_copy(policy):
     x = torch.rand(100_000).requires_grad_()
     for _ in range(2):  # `auto()` keeps nothing the first time
         with Watching() as watching, checkpoint_scope(policy=policy) as scope:
-            y = x
-            for _ in range(4):
-                y = y.exp().sin().tanh().sin()
+            y = through([lambda y: y.exp().sin().tanh().sin()] * 4, x)
         y = y.sum()
         held, alive = offloaded(y), watching.alive("exp", "sin", "tanh")
         kept = scope.stats.bytes_kept
@@ -167,9 +165,11 @@ def test_on_cuda(policy):
     x = torch.randn(4096, 1024, device="cuda").requires_grad_()
 
     def run(x):
-        for layer in layers:
-            x = layer(x).tanh().sin()
-        return x.square().sum()
+        return (
+            through([lambda x, layer=layer: layer(x).tanh().sin() for layer in layers], x)
+            .square()
+            .sum()
+        )
 
     def step(fn):
         torch.cuda.synchronize()

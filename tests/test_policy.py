@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from oracle import bits, count, leaf, replay, rerun, same_bits, scope, seed
+from oracle import bits, count, leaf, replay, rerun, same_bits, scope, seed, through
 from test_arguments import STRUCTURES
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -266,9 +266,7 @@ def test_a_plan_makes_room_for_gradients_that_do_not_exist_yet():
     w, peaks = torch.nn.Parameter(torch.rand(64, 64)), []
     for w.grad in (None, torch.zeros(64, 64)):
         with checkpoint_scope(policy=auto()) as entered:
-            y = leaf(64, 64)
-            for _ in range(100):
-                y = y.tanh()
+            y = through([torch.tanh] * 100, leaf(64, 64))
             y = (y @ w).sum()
         peaks.append(entered.stats.peak_predicted)
     assert peaks[0] - peaks[1] == w.nbytes
@@ -325,9 +323,7 @@ def test_bytes_kept_are_those_of_storages_counted_once():
 def test_kept_values_take_from_the_budget_of_a_plan_that_was_made_for_smaller_ones():
     for size in (100, 100, 120):
         with checkpoint_scope(policy=auto(budget=1600)) as entered:
-            y = keep(leaf(size).sin())
-            for _ in range(12):
-                y = y.sin()
+            y = through([torch.sin] * 12, keep(leaf(size).sin()))
     assert entered.stats.bytes_kept <= 1600
     del y
 

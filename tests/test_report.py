@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from oracle import python_calls
+from oracle import python_calls, through
 from torch import nn
 
 import checkpointing
@@ -71,9 +71,7 @@ def test_a_scope_reports_itself_at_any_time():
         scope = checkpoint_scope(policy=auto(), report=True)
         assert scope.report() == Report(())
         with scope:
-            x = leaf() * 1
-            for _ in range(8):
-                x = chain(x)
+            x = through([chain] * 8, leaf() * 1)
             inside = scope.report().regions[0]
     (between,) = scope.report().regions
     assert inside.saved == between.saved
@@ -151,9 +149,7 @@ def test_a_report_finds_regions_around_and_inside(noted):
 def test_the_text_has_80_columns():
     """Sizes in KiB, MiB, GiB; long lines are cut."""
     block = checkpointed(chain, report=True, name="a_name_that_is_rather_long" * 3)
-    y = leaf() * 2
-    for _ in range(22):
-        y = block(y)
+    y = through([block] * 22, leaf() * 2)
     found = report(y)
     lines = str(found).splitlines()
     assert max(map(len, lines)) == 80

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from oracle import Watching, bits
+from oracle import Watching, bits, through
 from test_auto import NESTINGS, gradients
 from test_offload import POLICIES, SIN, TANH, branches, net, scoped
 
@@ -106,8 +106,7 @@ def test_what_has_come_back_goes_when_it_has_been_used(streams):
     most = []
     with Watching() as watching:
         with checkpoint_scope(policy=offload([TANH], min_bytes=0)):
-            for _ in range(50):
-                y = y.sin().tanh()
+            y = through([torch.sin, torch.tanh] * 50, y)
         node = y.grad_fn
         while node.next_functions and node.next_functions[0][0] is not None:
             node.register_prehook(lambda grads: most.append(len(watching.alive())))

@@ -8,6 +8,7 @@ import random
 import warnings
 import weakref
 
+import oracle
 import programs as bench_programs
 import pytest
 import torch
@@ -238,9 +239,7 @@ def test_what_nobody_uses_gets_no_gradient():
     stack, x = layers(*[64] * 5), torch.randn(128, 64)
 
     def run(metric):
-        y = x
-        for layer in stack:
-            y = layer(y).tanh()
+        y = through(stack, x)
         metric(y)
         return y.sum()
 
@@ -396,9 +395,8 @@ def test_pieces_end_where_least_is_alive():
     def step(count):
         x = torch.ones(64, 32, requires_grad=True)
         with checkpoint_scope(auto()) as step.scope:
-            for _ in range(count):
-                x = layer(x)
-        x.sum().backward()
+            loss = oracle.through([layer] * count, x).sum()
+        loss.backward()
 
     for count in (8, 9, 10, 11):
         step(count)
@@ -468,8 +466,7 @@ def test_windows_are_found_once_where_a_budget_has_no_room_for_all_of_a_plan(mon
         found.clear()
         y = torch.linspace(-1, 1, count).requires_grad_()
         with checkpoint_scope(auto(budget=12_000)):
-            for _ in range(64):
-                y = y.tanh()
+            y = oracle.through([torch.tanh] * 64, y)
         y.sum().backward()
         return len(found)
 
