@@ -3,10 +3,11 @@
 import contextlib
 import functools
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import NO_ROOM, PLANNED, Table, bits, plain, planned, replay, rerun, scope, streams
+from oracle import PLANNED, Table, bits, plain, planned, replay, rerun, scope, streams
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -16,7 +17,7 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 pytestmark = [
     pytest.mark.gpu,
     CUDA,
-    NO_ROOM,
+    oracle.NO_ROOM,
     pytest.mark.filterwarnings("ignore:.*determinis"),
     # Torch warns once in a process, of plain code too: whichever test comes first.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
@@ -278,8 +279,7 @@ def peak_of(step):
 def linear_stack():
     """Twelve products and tanh, (16384, 512) each, with gradients there before."""
     layers = nn.ModuleList(nn.Linear(512, 512, device="cuda") for _ in range(12))
-    for parameter in layers.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    oracle.with_gradients(layers.parameters())
     x = torch.randn(16384, 512, device="cuda")
     return lambda: functools.reduce(lambda x, layer: layer(x).tanh(), layers, x).square().mean()
 

@@ -164,12 +164,8 @@ def test_on_cuda(policy):
     layers = nn.ModuleList(nn.Linear(1024, 1024, device="cuda") for _ in range(16))
     x = torch.randn(4096, 1024, device="cuda").requires_grad_()
 
-    def run(x):
-        return (
-            through([lambda x, layer=layer: layer(x).tanh().sin() for layer in layers], x)
-            .square()
-            .sum()
-        )
+    steps = [each for layer in layers for each in (layer, torch.tanh, torch.sin)]
+    run = lambda x: through(steps, x).square().sum()
 
     def step(fn):
         torch.cuda.synchronize()

@@ -109,8 +109,7 @@ def stretch_of(build, has_gradients=True):
     torch.manual_seed(0)
     clear_programs()
     model, run = build()
-    for parameter in model.parameters() if has_gradients else ():
-        parameter.grad = torch.zeros_like(parameter)
+    oracle.with_gradients(model.parameters() if has_gradients else ())
     seen = []
     planned = plan._planned
 
