@@ -27,10 +27,7 @@ REPLAY["in hooks"] = lambda fn: oracle.in_hooks(oracle.scope(fn))
 REENTRANT = {"reentrant": lambda fn: functools.partial(checkpoint, fn, use_reentrant=True)}
 DOORS = {**WAYS, **REPLAY, **REENTRANT}
 DOOR = pytest.mark.parametrize("door", DOORS)
-
-
-def leaf():
-    return (torch.arange(24.0).view(6, 4) % 5 - 2).requires_grad_()
+leaf = functools.partial(oracle.integers, 6, 4)
 
 
 class WithBuffers(nn.Module):

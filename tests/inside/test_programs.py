@@ -5,7 +5,6 @@ import functools
 import gc
 import itertools
 import random
-import warnings
 import weakref
 
 import oracle
@@ -14,6 +13,7 @@ import pytest
 import torch
 from changing import CASES, check
 from oracle import memory_of, python_calls, scope
+from test_auto import scoped
 from torch import nn
 
 from checkpointing import _torch, auto, checkpoint_scope, clear_programs, forecast, keep
@@ -272,24 +272,19 @@ def test_plain_code_saves_what_the_user_keeps():
     assert found[0] == found[1]
 
 
+@oracle.NO_ROOM
 @pytest.mark.parametrize("has_gradients", [True, False])
 @pytest.mark.parametrize("options", [{}, {"peak": 1}, {"budget": 300_000}], ids=str)
 @pytest.mark.parametrize("build", PROGRAMS)
 def test_the_profiler_counts_what_was_predicted(build, options, has_gradients):
     model, run = build()
-
-    def scoped():
-        with checkpoint_scope(policy=auto(**options)) as scoped.scope:
-            return run()
-
     run().backward()
+    run = scoped(run, **options)
     for _ in range(2):
         model.zero_grad(set_to_none=not has_gradients)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*auto")
-            peak = memory_of(scoped).peak
+        peak = memory_of(run).peak
     most = 0.15 if "budget" in options else 0.05  # of windows that are made in pieces
-    assert abs(scoped.scope.stats.peak_predicted / peak - 1) <= most
+    assert abs(run.scope.stats.peak_predicted / peak - 1) <= most
 
 
 @pytest.mark.parametrize("name", CASES)
