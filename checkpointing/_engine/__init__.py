@@ -31,7 +31,6 @@ from .state import (
 from .tensors import (
     Held,
     Name,
-    check_version,
     is_another,
     is_parameter,
     is_referenced,

@@ -221,13 +221,6 @@ class Frame:
             if holder is not None and holder.slot not in task:
                 yield holder
 
-    def deliver(self, holder: Holder, tensor: Tensor, task: Task) -> None:
-        """Take one recomputed tensor, for one of the holders that are wanted."""
-        check = self.check
-        if check is not None and (found := check(tensor)) != holder.metadata:
-            self.note_mismatch(holder, found, tensor, task)
-        task[holder.slot] = tensor
-
     def note_mismatch(
         self, holder: Holder, found: Any, tensor: Tensor, task: Task, more: str = ""
     ) -> None:

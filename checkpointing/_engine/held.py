@@ -27,7 +27,6 @@ from .tensors import (
     Held,
     Name,
     carries_nothing,
-    check_version,
     is_parameter,
     is_referenced,
     named,
@@ -48,7 +47,8 @@ class Aliased(Held):
         self._version = _torch.version(packed)
 
     def fetch(self, frame: object) -> Tensor:
-        check_version(frame, self.name, self.packed, self._version)
+        if self.is_stale:
+            raise errors.changed(frame, named(self.name, self.packed))
         return self.packed  # type: ignore[no-any-return]
 
     @property

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import _torch, errors
+from .. import _torch
 from .threads import without_recording
 from .tree import Field
 
@@ -67,12 +67,6 @@ def is_referenced(tensor: Tensor) -> bool:
     if tensor.requires_grad and not carries_nothing(tensor) and tensor.is_leaf:
         return True
     return is_parameter(root_of(tensor))
-
-
-def check_version(frame: object, name: Name, tensor: Tensor, version: int) -> None:
-    """A tensor that recompute reads must be at the version that the forward read."""
-    if _torch.version(tensor) != version:
-        raise errors.changed(frame, named(name, tensor))
 
 
 class Held:

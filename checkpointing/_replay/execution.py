@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _torch, errors
 from .._engine import Aliased, Frame, Moved, Task, Undo, described
-from .._plan import Found, Instruction, Window
+from .._plan import Instruction, Window
 from .._record import shapes_of, tensors_of
 
 
@@ -66,8 +66,10 @@ class Execution:
         for place, _, is_written in self.window.starts:
             if is_written:
                 table[place] = _torch.clone_storage(table[place])
-        for found in self.window.at_once:
-            self._note(found)
+        found, exposed = self.found, self.exposed
+        for number, place, part in self.window.at_once:
+            found[number] = table[place]
+            exposed[part].append(number)
         for instruction in self.window.instructions:
             is_quick = instruction.is_quick
             if instruction.index in numbers:
@@ -82,19 +84,15 @@ class Execution:
             else:
                 self._take(instruction, result)
             result = None
-            for found in instruction.wanted:
-                self._note(found)
+            for number, place, part in instruction.wanted:
+                found[number] = table[place]
+                exposed[part].append(number)
             for place in instruction.dead:
                 table[place] = None
 
     def _take(self, instruction: Instruction, result: Any) -> None:
         for place, tensor in zip(instruction.results, tensors_of(result), strict=True):
             self.table[place] = tensor
-
-    def _note(self, found: Found) -> None:
-        """A target has been made."""
-        self.found[found.number] = self.table[found.place]
-        self.exposed[found.part].append(found.number)
 
     def _call(self, instruction: Instruction) -> Any:
         """Run a step with all that may belong to it."""

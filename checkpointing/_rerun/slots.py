@@ -34,7 +34,6 @@ from .._engine import (
     Holder,
     Stop,
     Task,
-    check_version,
     identity,
     is_another,
     is_parameter,
@@ -63,7 +62,6 @@ class Calling:
         self._copies = _torch.Copies()
         # By id: parameters, and what of them has changed.
         self._refused: dict[int, tuple[Tensor, str]] = {}
-        self._met: set[Any] = {None}  # nodes that depend on none of them
         self._around = _torch.graph_task_id()
         # By the graph task of a backward in the function: the first and the last node that saved
         # tensors in it.
@@ -72,13 +70,16 @@ class Calling:
     def refuse(self, written: list[tuple[Tensor, str]], inputs: list[Tensor]) -> None:
         """The function must not read these parameters, but for what `inputs` depend on."""
         self._refused = {id(parameter): (parameter, what) for parameter, what in written}
-        self._met |= {tensor.grad_fn for tensor in inputs}
+        # Nodes that depend on none of them.
+        self._met = {None, *[tensor.grad_fn for tensor in inputs]}
 
     def call(self, function: Callable[[], Any]) -> None:
         """Call the function until the last slot that is wanted (rule 5). The function may catch
         `Stop` and raise something else instead."""
         frame = self.frame
-        self._is_watched = any([frame.inner_inputs, self.rewound, self._refused, frame.devices])
+        self._is_watched = any([frame.inner_inputs, self._refused, frame.devices])
+        if frame.complete:
+            self._stop_at = self._count
         if frame.early_stop:
             self._stop_at = next(frame.wanted(self.task, reversed)).slot
         push_hooks(self.pack, identity)
@@ -97,7 +98,7 @@ class Calling:
     def pack(self, given: Tensor) -> Tensor:
         """Autograd's pack hook during the call. It returns a tensor for the graph of the call, so
         that backward inside it works (rule 6); detached, because a graph must not own itself."""
-        slot = self._passed
+        slot, frame = self._passed, self.frame
         self._passed = slot + 1
         tensor = given
         if given.requires_grad and type(given) is not nn.Parameter:
@@ -105,23 +106,36 @@ class Calling:
         is_saved = self._role is None  # by an operator
         if self._is_watched:
             tensor = self._watch(slot, given, tensor)
-        if slot < self._count:
-            holder = self.frame.holders[slot]()
-            if holder is not None:
-                self._take(holder, given, tensor)
-        elif self.frame.complete and not self._stopped:
-            raise errors.too_many(self.frame, self._count, user_line())
-        if slot < self._stop_at:
-            if is_saved and _may_be_filled(given):
-                self._filling = node_count()
-            return tensor
-        # An operator that has yet to fill what it has saved before must still run.
-        if self._filling == node_count() and not self._stopped:
-            return tensor
-        self._stopped = True
-        raise Stop
+        if self.rewound and _torch.is_on(tensor, self.rewound):
+            tensor = without_recording(_torch.unseen, _torch.copy, tensor)
+        holder = frame.holders[slot]() if slot < self._count else None
+        if holder is not None:
+            shows_none = type(given) is Tensor and given._base is None and holder.saved is None
+            if (shows_none or not self._is_at_hand(holder, given)) and slot not in self.task:
+                check = frame.check
+                if check is not None and (now := check(tensor)) != holder.metadata:
+                    more = f"; saved in the recompute at {user_line()}"
+                    frame.note_mismatch(holder, now, given, self.task, more)
+                self.task[slot] = tensor
+                self._versions[slot] = tensor._version
+        if slot >= self._stop_at:
+            self._stop()
+        elif tensor is given and is_saved and _may_be_filled(given):
+            self._filling = node_count()
+        return tensor
 
     _torch.mark_as_torchs_own(pack)
+
+    def _stop(self) -> None:
+        """No later slot is wanted. But an operator that has yet to fill what it has saved before
+        must still run."""
+        if not self._stopped:
+            if self._passed > self._count and self.frame.complete:
+                raise errors.too_many(self.frame, self._count, user_line())
+            if self._filling == node_count():
+                return
+        self._stopped = True
+        raise Stop
 
     def announce(self, role: object, tensor: Tensor) -> None:
         self._role, self._is_watched = role, True
@@ -139,7 +153,7 @@ class Calling:
                 self._versions[slot] = copy._version
 
     def _watch(self, slot: int, given: Tensor, tensor: Tensor) -> Tensor:
-        """Compare roles, and copy a tensor that will change before it is read."""
+        """Compare roles, and copy an input of a region inside that this will write."""
         frame = self.frame
         if self._refused:
             self._look_below(given.grad_fn)
@@ -149,8 +163,6 @@ class Calling:
         then, storage = frame.inner_inputs.get(slot, (None, None))
         if slot < self._count and role != then:
             raise errors.other_role(frame, slot, user_line())
-        if _torch.is_on(tensor, self.rewound):
-            return without_recording(_torch.unseen, _torch.copy, tensor)
         if storage in frame.written:
             return without_recording(_torch.unseen, self._copies.of, tensor)
         return tensor
@@ -177,26 +189,16 @@ class Calling:
                 parameter, what = refused
                 raise errors.changed(self.frame, what + self.frame.described(parameter))
 
-    def _take(self, holder: Holder, given: Tensor, tensor: Tensor) -> None:
-        """Compare a saved tensor with that of the forward, and deliver it where it is wanted."""
-        saved, slot = holder.saved, holder.slot
-        whole = found = None
-        if saved is not None:
-            whole = whole_parameter(saved)
-            if whole is given and given._version == saved[1] and given.requires_grad is saved[2]:
-                return  # the same parameter, which is at hand
-        if type(given) is not Tensor or given._base is not None:
-            found = parameter_in(given)
+    def _is_at_hand(self, holder: Holder, given: Tensor) -> bool:
+        """Compare parameters. Returns whether the forward saved one as a whole."""
+        saved = holder.saved
+        whole = None if saved is None else whole_parameter(saved)
+        if whole is given and given._version == saved[1] and given.requires_grad is saved[2]:
+            return True
+        found = parameter_in(given)
         if found != saved:
             self._compare_parameters(holder, found)
-        if whole is not None or slot in self.task:
-            return
-        check = self.frame.check
-        if check is not None and (now := check(tensor)) != holder.metadata:
-            more = f"; saved in the recompute at {user_line()}"
-            self.frame.note_mismatch(holder, now, given, self.task, more)
-        self.task[slot] = tensor
-        self._versions[slot] = tensor._version
+        return whole is not None
 
     def _compare_parameters(self, holder: Holder, found: Shown | None) -> None:
         """Where either run saves a parameter that trains, or a view of one, the other must save the
@@ -246,7 +248,7 @@ class Calling:
 
 def _may_be_filled(tensor: Tensor) -> bool:
     """Whether an operator may be about to fill a tensor that it has saved: the noise of RReLU."""
-    if tensor.requires_grad or type(tensor) is not Tensor or tensor._version:
+    if type(tensor) is not Tensor or tensor._version:
         return False
     return tensor.is_floating_point()  # neither indices nor a count
 
@@ -285,8 +287,8 @@ class Slots(Frame):
     def at_hand(self, holder: Holder) -> Tensor | None:
         """A parameter: it is referenced (rule 2)."""
         parameter = whole_parameter(holder.saved)
-        if parameter is not None:
-            check_version(self, "a parameter", parameter, holder.saved[1])
+        if parameter is not None and parameter._version != holder.saved[1]:
+            raise errors.changed(self, named("a parameter", parameter))
         return parameter
 
     def name_of(self, parameter: Tensor) -> str | None:
