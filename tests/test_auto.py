@@ -731,6 +731,38 @@ def test_no_cut_lies_before_the_mask_that_a_layer_is_multiplied_by():
     assert block.stats.ops_replayed <= block.stats.ops_recorded
 
 
+class InPlace(nn.Module):
+    """A block of a ResNet, as timm writes it. The first one of a stage halves."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        stride = 1 + (inputs < outputs)
+        self.one, self.two = (
+            nn.Conv2d(inputs, outputs, 3, stride, 1),
+            nn.Conv2d(outputs, outputs, 3, 1, 1),
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(outputs) for _ in range(3))
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride) if stride == 2 else None
+
+    def forward(self, x):
+        y = self.norms[1](self.two(self.norms[0](self.one(x)).relu_()))
+        y = y * torch.ones(len(x), 1, 1, 1).bernoulli_(0.9).div_(0.9)
+        y += x if self.shortcut is None else self.norms[2](self.shortcut(x))
+        return y.relu_()
+
+
+def test_no_cut_lies_before_an_activation_in_place():
+    widths = (8, 8, 8, 16, 16, 32, 32, 64, 64)
+    stem = (nn.Conv2d(3, 8, 7, 2, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+    layers = nn.Sequential(*stem, nn.MaxPool2d(3, 2, 1), *map(InPlace, widths, widths[1:]))
+    oracle.with_gradients(layers.parameters())
+    x = torch.randn(8, 3, 48, 48)
+    loss, block = known(lambda: layers(x).square().mean())
+    loss.backward()
+    assert block.stats.cuts
+    assert block.stats.ops_replayed <= block.stats.ops_recorded
+
+
 def test_noise_that_all_layers_read_may_be_drawn_in_the_block():
     """It is kept, as if it had been drawn before: else the window of the first layer, which makes
     it, would be there from the beginning of backward."""

@@ -32,11 +32,20 @@ class Filling:
         self.kept: set[int] = set()
         for start, across in self._find_windows():
             if start in self.ends:
-                self.kept |= {number for number in across if self.memories[number].final <= start}
+                self.kept |= {number for number in across if self._stands_for(number, start)}
         if most:
             self._fill_in_rounds()
         else:
             self._simulate()
+
+    def _stands_for(self, number: int, start: int) -> bool:
+        """Whether a memory, as it will be in the end, is all that steps from here on need of it:
+        until then, it is only written, as by an activation in place."""
+        memory = self.memories[number]
+        others = {*memory.readers}.difference(memory.writers)
+        return memory.final <= self.model.count and not any(
+            start <= reader < memory.final for reader in others
+        )
 
     def keep(self, numbers: Iterable[int]) -> None:
         """Keep these memories, and no others."""
