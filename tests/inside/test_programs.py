@@ -389,8 +389,8 @@ def test_pieces_end_where_least_is_alive():
     def step(count):
         x = torch.ones(64, 32, requires_grad=True)
         with checkpoint_scope(auto()) as step.scope:
-            loss = oracle.through([layer] * count, x).sum()
-        loss.backward()
+            y = oracle.through([layer] * count, x)
+        y.sum().backward()
 
     for count in (8, 9, 10, 11):
         step(count)
