@@ -1033,7 +1033,7 @@ def test_custom_functions_run_with_grad_mode_off_but_are_no_frozen_part():
 
     run, peak, theirs = beside_torch(forward)
     assert peak <= theirs
-    # What a backward written in Python works with is not known: as much as its forward is assumed.
+    # What a backward in Python allocates is not known: a plan assumes as much as its forward does.
     assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.3)
 
 

@@ -260,7 +260,7 @@ def checkpointed(fn: Any = None, /, *given: Any, **options: Unpack[Given]) -> An
     Raises:
         TypeError: for generator functions, async functions, classes that are no modules, and
             classes of torch's own.
-        ValueError: for options with other values than these, or that contradict each other.
+        ValueError: for other values of these options, or options that contradict each other.
         CheckpointError: from backward, if a tensor cannot be recomputed exactly: an argument has
             been changed in place, or the function does something else the second time.
 
@@ -292,7 +292,7 @@ def options_of(entry: str, given: Any, *its_own: Any) -> Options:
 
     Raises:
         TypeError: for options that the entry point does not have.
-        ValueError: for options with other values than these, or that contradict each other.
+        ValueError: for other values of these options, or options that contradict each other.
     """
     known = Options._fields[len(its_own) :]
     for name, value in given.items():
@@ -404,6 +404,7 @@ class CheckpointedModule(nn.Module):
         return getattr(self.__wrapped__, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # Who replaces `forward` (accelerate's hooks) calls the one that was found here.
         if name.startswith("_") or name == "forward":
             super().__setattr__(name, value)
         else:

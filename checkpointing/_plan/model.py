@@ -81,10 +81,10 @@ class Model:
         self.reads: list[tuple[int, ...]] = [()] * self.count
         self.work = [0.0] * self.count  # of each step, in floating-point operations
         self._sent: dict[int, int] = {}  # by memory: the last step that hands it to others
-        # By memory of a parameter that trains: its bytes, and the steps that read it.
+        # By memory of a parameter that trains: its bytes, and the steps that read it, last first.
         held = {path.memory_of[cell]: run.store.parameter(cell) for cell in path.trained}
         self._gradients = {number: p.nbytes for number, p in held.items() if p is not None}
-        self._uses: dict[int, list[int]] = {}
+        self._uses: dict[int, list[int]] = defaultdict(list)
         self._last_read: dict[int, int] = {}  # by part of a memory, or cell: a step
         # By slot that the block has made: the position at which backward wants it, and the memory.
         self.saves: dict[int, tuple[int, int]] = {}
@@ -129,7 +129,6 @@ class Model:
         followed = [self.made[step.index] for step in self.steps if step.differentiated]
         used = ({*chain(*followed)} - integers).intersection({*alive}.union(*self.made[-1:]))
         last: dict[int, int] = {}
-        uses: dict[int, list[int]] = defaultdict(list)
         for step in reversed(self.steps):
             if used.isdisjoint(self.made[step.index]):
                 continue
@@ -137,11 +136,10 @@ class Model:
             if not step.grad_mode:
                 read = {self.path.memory_of[cell] for cell, _ in step.reads}
             for number in read & self._gradients.keys():
-                uses[number].append(step.index)
+                self._uses[number].append(step.index)
             for number in (read & self.memories.keys()) - integers:
                 last.setdefault(number, step.index)
                 used.add(number)
-        self._uses = {number: indices[::-1] for number, indices in uses.items()}
         for number in used:
             memory = self.memories[number]
             memory.has_gradient = True
@@ -356,7 +354,7 @@ class Model:
         saves. It works with them, they are gradients that did not exist before, or somebody else
         holds them."""
         pending = [(0, self.count, m.nbytes) for m in self.memories.values() if m.is_theirs]
-        pending += [(0, self._uses[n][-1], self._gradients[n]) for n in self._missing]
+        pending += [(0, self._uses[n][0], self._gradients[n]) for n in self._missing]
         pending += self._gradients_of_memories()
         for step in self.path.steps:
             if step.info.base in _torch.JOINS:
@@ -368,12 +366,12 @@ class Model:
             pending += [(index + 1, index + 1, nbytes) for index in uses]
             if len(uses) > 1:  # the sum over all uses waits for the first one
                 if number not in self._missing:
-                    pending.append((uses[0] + 1, uses[-1], nbytes))
+                    pending.append((uses[-1] + 1, uses[0], nbytes))
                 # Each new sum is a third one, beside both parts; the gradient that a node has read
                 # is free by then.
                 pending += [
                     (index + 1, index + 1, max(0, nbytes - self._bytes_of(self.made[index])))
-                    for index in uses[:-1]
+                    for index in uses[1:]
                 ]
         return pending
 

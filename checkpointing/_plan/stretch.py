@@ -38,7 +38,7 @@ class Stretch:
         self.reads = [(*filter(self.dear.__contains__, read),) for read in model.reads]
         # Of as many bytes, few memories are better than many.
         spans = [(m.maker + 1, m.last_read, m.cost + _PER_MEMORY) for m in dear if m.cost]
-        # What a step is still to write (`x = norm(x); x *= mask`) is better cut after that.
+        # A cut after what is still to be written (`x = norm(x); x *= mask`) is better.
         writes = [m for m in dear if m.maker + 1 < m.final <= m.last_read]
         spans += [(m.maker + 1, m.final - 1, m.cost) for m in writes]
         self.crossing = model.sums(spans)

@@ -137,7 +137,8 @@ class Recorder(Memories):
         # All floats are the same as any that is equal: neither nan, nor a zero with its sign.
         is_usual = all(abs(arg) > 0 for arg in given.values() if type(arg) is float)
         step.plain = info.plain if is_usual else info.plain - {float}
-        has_zeros = any(map(_torch.is_zeros, tensors_of([*given.values()])))
+        tensors = tensors_of([*given.values()])
+        has_zeros = any(map(_torch.is_zeros, tensors))
         step.run = _torch.with_others_inside(info.run) if has_zeros else info.run
         if info.is_view:
             self._view(given)
@@ -145,7 +146,7 @@ class Recorder(Memories):
             self._operate(given)
         step.inputs = dict(zip(given, step.args, strict=True))
         if grad_mode:
-            followed = [each for each in tensors_of([*given.values()]) if each.requires_grad]
+            followed = [tensor for tensor in tensors if tensor.requires_grad]
             step.differentiated = tuple([m.number for m in map(self.known_memory, followed) if m])
         if step.reads_metadata:
             step.inputs[0] = Like(given[0])

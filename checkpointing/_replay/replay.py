@@ -294,16 +294,14 @@ class Replay(Frame):
         execution = Execution(window, stock, self, work)
         if self.run.store.movers and self.complete:
             self._prefetch(stock)
-        made = {holders[number]: tensor for number, tensor in sorted(execution.make().items())}
-        if self.plan is None:
-            for holder, tensor in made.items():
-                if holder.slot >= self.run.store.first_holder:
-                    self.run.adopt(tensor, holder.saved)
-        if check := self.check:
-            for holder, tensor in made.items():
-                if (found := check(tensor)) != holder.metadata:
-                    self.note_mismatch(holder, found, tensor, work)
-        work.update({holder.slot: tensor for holder, tensor in made.items()})
+        check = self.check
+        for number, tensor in sorted(execution.make().items()):
+            holder = holders[number]
+            if self.plan is None and holder.slot >= self.run.store.first_holder:
+                self.run.adopt(tensor, holder.saved)
+            if check is not None and (found := check(tensor)) != holder.metadata:
+                self.note_mismatch(holder, found, tensor, work)
+            work[holder.slot] = tensor
 
     def _part_of(self, holder: Holder, work: Work) -> Stock:
         """What the window of a holder starts from. Where the run has not held it, it is made now,

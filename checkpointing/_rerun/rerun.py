@@ -57,7 +57,6 @@ PreserveRngState = bool | Literal["all"]
 class Call(Inputs):
     """One call of a function: its inputs, and the state in which it runs."""
 
-    _buffers = Buffers(Inputs())  # of no module
     _written: Mapping[Held, int | None] = {}  # inputs that the function writes; their storages
     _asked: Collection[Held] = ()  # inputs of which it changes `requires_grad` itself
 
@@ -74,8 +73,7 @@ class Call(Inputs):
         self._args = [take_apart(v, self.hold, ("args", i), met) for i, v in enumerate(args)]
         self._kwargs = {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()}
         self._variables = self.capture(function)
-        if self.modules:
-            self._buffers = Buffers(self)
+        self._buffers = Buffers(self)
         self.ambient = Ambient()
         self._preserve_rng_state = preserve_rng_state
         self._rng = self.random()
