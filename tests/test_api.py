@@ -487,5 +487,6 @@ def test_a_module_instance_stays_a_module_of_its_model():
         assert count(each(x).sum().backward)["exp"] == 2
         assert not any(module.training for module in each.eval().modules())
     assert model[2].scale is model[2].__wrapped__.scale
+    assert [*model[1]] == [model[1][0], *model[1][1:]] == [*model[1].__wrapped__]
     with pytest.raises(AttributeError, match="'PlainBlock' object has no attribute 'weight'"):
         _ = model[2].weight

@@ -410,6 +410,9 @@ class CheckpointedModule(nn.Module):
         else:
             setattr(self.__wrapped__, name, value)
 
+    def __getitem__(self, index: Any) -> Any:
+        return self.__wrapped__[index]
+
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
