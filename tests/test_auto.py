@@ -1071,6 +1071,48 @@ def test_what_the_backward_of_a_convolution_works_with_is_predicted(layer, has_c
     assert peak <= 1.1 * run.scope.stats.peak_predicted
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv2d(8, 16, 3, padding=1), (1, 8, 32, 32)),
+        (nn.Conv2d(8, 16, 3, padding=1).double(), (4, 8, 32, 32)),
+        (nn.Conv2d(8, 16, 3, padding=2, dilation=2).double(), (4, 8, 32, 32)),
+        (nn.Conv3d(8, 8, 3, padding=1), (1, 8, 16, 16, 16)),
+    ],
+    ids=str,
+)
+def test_what_a_convolution_that_torch_unfolds_works_with_is_predicted(layer, shape):
+    """Of few images, and in float64: a matrix of all that the kernel covers."""
+    x = torch.randn(shape, dtype=layer.weight.dtype, requires_grad=True)
+    run = scoped(lambda: layer(x * 2).square().mean(), budget="1 GiB")
+    _, peak = bytes_of(run)
+    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
+
+
+@NO_ROOM
+def test_frozen_convolutions_need_no_more_than_checkpoints_by_hand():
+    """An image is trained, as to transfer a style: weights have no gradients."""
+    widths = itertools.pairwise([3, 16, 16, 32, 32, 64, 64])
+    layers = nn.ModuleList(nn.Conv2d(*pair, 3, padding=1) for pair in widths).requires_grad_(False)
+    image = torch.randn(1, 3, 96, 96, requires_grad=True)
+    image.grad = torch.zeros_like(image)
+
+    def stage(one, other, x):
+        return other(one(x).relu_()).relu_()
+
+    def forward(call):
+        x, loss = image, 0
+        for one, other in zip(layers[::2], layers[1::2], strict=True):
+            x = call(stage, one, other, x)
+            rows = x[0].flatten(1)
+            loss, x = loss + (rows @ rows.T).square().mean(), nn.functional.avg_pool2d(x, 2)
+        return loss
+
+    run, peak, theirs = beside_torch(forward)
+    assert peak <= theirs
+    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
+
+
 @pytest.mark.parametrize("channels", [3, 4])
 def test_what_a_convolution_of_frames_without_a_gradient_works_with_is_predicted(channels):
     """Frames with more channels than colours are copied."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .memory import memory_size
+from .names import convolution_backend
 
 # ---- what is saved, and computed
 
@@ -105,7 +106,7 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
     """The bytes that the backward of an operator allocates, beside gradients. For convolutions on a
     CPU, those of oneDNN with AVX-512."""
     if func is _CONVOLUTION:
-        return _scratch_of_convolution(result, *args)
+        return int(_scratch_of_convolution(result, *args))
     if func is _BATCH_NORM and args[0].is_cpu:
         return int(args[0].nbytes)  # a second gradient of its input, which nothing reads
     if func is _LSTM:  # weights in another layout, and gradients of the gates
@@ -120,59 +121,84 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
     return int(_DERIVATIVES.get(name, 0) * sum(read))
 
 
-def _scratch_of_convolution(
-    result: Tensor, image: Tensor, weight: Tensor, _: Any, stride: Any, *others: Any
-) -> int:
-    """Copies, in another layout, of what it reads and makes."""
-    *_, is_transposed, _, groups = others
-    _, width, *kernel = weight.shape
+def _scratch_of_convolution(result: Tensor, *args: Any) -> Any:
+    """The gradients of its input and of its weight are computed one after the other."""
+    image, weight, _, stride, _, _, is_transposed, _, groups = args
     copies = image.nbytes + weight.nbytes + result.nbytes
     if not image.is_cpu:
         return copies
-    is_short, is_last = image.itemsize < 4, image.stride(1) == 1  # the dimension of channels
-    # For the gradient of the weight, in float32.
-    padding = _padding(width) * _padding(len(weight) // groups)
-    sums = int((3 if is_short else 1) * weight.nbytes * padding)
-    if not (is_short or is_last):
-        if max(kernel) > _WIDEST:  # each thread sums up for itself
-            sums = 4 * weight.nbytes * torch.get_num_threads()
-        elif width <= _COLOURS:  # they have a kernel of their own
-            sums = weight.nbytes
+    backend = convolution_backend(*args)
+    if backend.startswith("Slow"):
+        return _columns(backend, result, image, weight, max(stride))
+    of_image = of_weight = copies
     if image.is_contiguous():
-        if max(*kernel, *stride) == 1 and not is_short:
-            return result.nbytes  # a matrix product; the gradient may have another layout
-        if groups == 1:
-            copies = max(sums, _copies_in_order(result, image, weight, stride, is_transposed))
-        return copies
-    if len(kernel) == 1:
-        return 4 * image.nbytes  # the input and the gradient are made contiguous before all else
-    if is_last and len(kernel) == 2 and not is_short:
-        return max(2 * weight.nbytes, sums if max(kernel) > 3 else 0)
-    is_small = width == 1 and max(kernel) <= min(3, *image.shape[2:])
-    return copies if groups > 1 and (is_small or not is_last) else max(sums, copies)
+        makes_two = groups == 1 and (max(stride) > 1 or image.itemsize < 4)
+        of_image, of_weight = _copies_in_order(result, image, weight, makes_two, is_transposed)
+    elif weight.dim() == 3:  # it and the gradient are made contiguous before all else
+        of_image, of_weight = 4 * image.nbytes, 0
+    elif _has_channels_last(image):  # images are not copied
+        of_image, of_weight = (4 if image.itemsize < 4 else 2) * weight.nbytes, 0
+    sums = _sums(image, weight, groups)
+    of_weight = of_weight + sums if image.itemsize < 4 else max(of_weight, sums)
+    return max(image.requires_grad * of_image, weight.requires_grad * of_weight)
+
+
+def _has_channels_last(image: Tensor) -> bool:
+    return image.stride(1) == 1 and image.dim() == 4 and not image.is_contiguous()
+
+
+def _columns(backend: str, result: Tensor, image: Tensor, weight: Tensor, stride: int) -> int:
+    """A matrix of what the kernel covers at each place of the result."""
+    if max(stride, *weight.shape[2:]) == 1:
+        return result.nbytes  # a matrix product; the gradient may have another layout
+    columns = result.nbytes // len(weight) * weight[0].numel()
+    if "Dilated" in backend:
+        return columns // len(image)  # one image after the other
+    return columns if weight.requires_grad or "3d" in backend else 0
+
+
+def _sums(image: Tensor, weight: Tensor, groups: int) -> int:
+    """What the gradient of a weight is summed up in."""
+    outputs, width, *kernel = weight.shape
+    is_short, is_last = image.itemsize < 4, _has_channels_last(image)
+    padded = weight.nbytes
+    if width > _COLOURS or groups > 1:
+        padded = int(padded * _padding(width) * _padding(outputs // groups))
+    if width == 1 and groups > 1:  # each channel by itself
+        is_wide = is_last and max(kernel) > min(3, *image.shape[2:])
+        return (5 if is_short else 1) * padded if is_wide else weight.nbytes
+    if is_short:
+        return 2 * padded + _BUFFER * torch.get_num_threads()
+    if is_last:
+        return (2 + (weight.stride(1) > 1)) * padded  # in another order, it is copied
+    if max(kernel) > _WIDEST:  # each thread sums up for itself
+        return 4 * weight.nbytes * torch.get_num_threads()
+    return padded
 
 
 def _copies_in_order(
-    result: Tensor, image: Tensor, weight: Tensor, stride: Any, is_transposed: bool
-) -> int:
-    """Those of a contiguous image, in one group."""
-    copies = image.nbytes + weight.nbytes
-    if image.itemsize < 4:
-        copies += result.nbytes
-        return max(copies + copies // 2, 2 * image.nbytes)
+    result: Tensor, image: Tensor, weight: Tensor, makes_two: bool, is_transposed: bool
+) -> tuple[int, int]:
+    """Those of a contiguous image: for its gradient, of which some kernels make two, and for that
+    of the weight."""
+    read = int(image.nbytes * _padding(image.shape[1]))
     if is_transposed:  # images in colour are not copied
-        return copies + (result.nbytes if result.shape[1] > _COLOURS else 0)
-    channels = image.shape[1]  # images in colour are copied only if they need a gradient
-    copies = weight.nbytes + int(result.nbytes * _padding(result.shape[1]))
-    if image.requires_grad or channels > _COLOURS:
-        copies += int(image.nbytes * _padding(channels))
-    if max(stride) > 1 and image.requires_grad:
-        copies = max(copies, 2 * image.nbytes)
-    return copies
+        made = result.nbytes if result.shape[1] > _COLOURS else 0
+        return max(read, made + weight.nbytes), read + made
+    made = int(result.nbytes * _padding(result.shape[1]))
+    of_image, of_weight = max(read, read - image.nbytes + made + weight.nbytes), read + made
+    if makes_two:
+        of_image = max(2 * image.nbytes, made + max(image.nbytes, weight.nbytes))
+    if image.shape[1] <= _COLOURS:
+        of_weight = made
+    elif weight.shape[1] == 1 and max(weight.shape[2:]) > 3:  # each channel by itself
+        of_weight = 0
+    return of_image, of_weight
 
 
 _COLOURS = 3  # the channels of an image
 _WIDEST = 14  # the kernels that oneDNN has code of its own for
+_BUFFER = 1 << 19  # bytes of each thread
 
 
 def _padding(channels: int) -> float:

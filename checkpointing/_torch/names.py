@@ -236,6 +236,11 @@ TAKE_STORAGE = {
 }
 
 
+def convolution_backend(*args: Any) -> str:
+    """Which kernels a convolution with these arguments runs, such as `"Mkldnn"` or `"Slow2d"`."""
+    return _C._select_conv_backend(*args, None).name  # type: ignore[no-any-return]
+
+
 def quick_call(func: Any) -> Any:
     """The C++ function that an `OpOverload` calls; operators of other kinds stay as they are."""
     return func._op if type(func) is OpOverload else func
