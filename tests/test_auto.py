@@ -1090,6 +1090,26 @@ def test_what_a_convolution_that_torch_unfolds_works_with_is_predicted(layer, sh
 
 
 @NO_ROOM
+def test_parts_that_wait_for_backward_together_keep_little():
+    """Each iteration takes a gradient through a detached copy, as guided samplers and learned
+    optimizers do, and the next one goes on with the graph of all."""
+    wide = [nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 32)) for _ in range(8)]
+    blocks, x = nn.ModuleList(wide), torch.randn(256, 32)
+    oracle.with_gradients(blocks.parameters())
+
+    def forward(call):
+        y = x
+        for block in blocks:
+            y = y + call(block, y)
+            copy = y.detach().requires_grad_()
+            y = y - torch.autograd.grad(copy.square().mean(), copy)[0]
+        return y.square().mean()
+
+    _, peak, theirs = beside_torch(forward)
+    assert peak <= 1.2 * theirs
+
+
+@NO_ROOM
 def test_frozen_convolutions_need_no_more_than_checkpoints_by_hand():
     """An image is trained, as to transfer a style: weights have no gradients."""
     widths = itertools.pairwise([3, 16, 16, 32, 32, 64, 64])

@@ -131,6 +131,17 @@ def test_each_graph_task_recomputes_once(door, early_stop, times):
     assert again == dict.fromkeys(words("sin exp tanh"), times)
 
 
+def test_a_rerun_stops_at_the_input_of_a_region_inside():
+    """Also if the operator before it has saved a tensor of floats last: the deviation of a norm."""
+
+    def program(region):
+        normed = lambda x: F.layer_norm(x, (40,))
+        return region(lambda x, w: region(lambda x: region(chain)(normed(x)))(normed(x)))
+
+    again = once_each("sin exp tanh")
+    assert added(program, "c") == {**again, "native_layer_norm": 2}
+
+
 @DOOR
 def test_nested_regions_recompute_each_operator_once(door):
     """The outer region recomputes the inner one's inputs, the inner one the rest."""

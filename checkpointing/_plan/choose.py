@@ -48,6 +48,14 @@ def choose(stretch: Stretch, peak: int | None = None) -> Filling:
     return best
 
 
+def choose_among(stretch: Stretch, parts: int) -> Filling:
+    """What to keep of a part of a block, if so many other parts wait for backward: what they keep
+    is there, too."""
+    _, cuts = _refined(stretch, *Cutting(stretch).least_peak())
+    ways = [choose(stretch), _bare(stretch, cuts), Filling(stretch, ())]
+    return min(ways, key=lambda way: way.peak + parts * way.nbytes)
+
+
 def choose_within(stretch: Stretch, budget: int) -> Filling:
     """What to keep of a stretch, in a budget: under the largest of a few peaks for which it is
     enough, so that a smaller budget never means a larger peak."""

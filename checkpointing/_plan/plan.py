@@ -17,7 +17,7 @@ from itertools import pairwise
 from operator import add
 
 from .._record import MOST_GROWTH, Hold, Path, Placement, Run, Step, Value
-from .choose import choose, choose_first, choose_within
+from .choose import choose, choose_among, choose_first, choose_within
 from .fill import Filling
 from .groups import Group
 from .model import Model, still_waiting
@@ -34,6 +34,7 @@ class Plan:
     size = 0  # bytes that autograd saves, as the plan assumes
     first_size = 0  # those of the run whose bytes the steps have
     complaint = ""
+    parts = 0  # other parts of the block that wait for backward
 
     def __init__(self, path: Path, kept: Iterable[Value] = (), cuts: Iterable[int] = ()) -> None:
         self.kept = frozenset(kept)  # what a run should hold
@@ -49,6 +50,8 @@ class Plan:
         every change."""
         if run.store.placement is None:
             return True
+        if self.parts != run.program.history.parts:
+            return False
         if still_waiting(run, self.waiting) != self.waiting:
             return False
         return run.store.saved_bytes <= MOST_GROWTH * self.size
@@ -87,14 +90,15 @@ def plan_of(run: Run, old: Plan | None = None) -> Plan:
         plan = Plan(path)
     else:
         model = Model(path, run, waiting, size / max(1, first_size))
-        plan = _planned(model, store.placement, store.kept_bytes)
+        plan = _planned(model, store.placement, store.kept_bytes, run.program.history.parts)
     plan.size, plan.first_size, plan.waiting = size, first_size, waiting
+    plan.parts = run.program.history.parts
     plan.peak += store.kept_bytes
     plan.complaint = _complaint(plan, store.placement, store.kept_bytes)
     return plan
 
 
-def _planned(model: Model, asked: Placement, others: int) -> Plan:
+def _planned(model: Model, asked: Placement, others: int, parts: int) -> Plan:
     """The plan for what the user asks, beside what others keep."""
     budget, _, peak = asked
     stretch = Stretch(model, model.held)
@@ -102,6 +106,8 @@ def _planned(model: Model, asked: Placement, others: int) -> Plan:
         plan = Plan(model.path)
         plan.peak = max(model.live)
         return plan
+    if budget is None and parts:
+        return _laid_over(choose_among(stretch, parts))
     if budget is None:
         return _laid_over(choose(stretch, None if peak is None else max(0, peak - others)))
     rest = max(0, budget - others)

@@ -27,6 +27,7 @@ class Run(Follower):
     announced: Tensor | None = None  # what is saved next is an alias of it
     _keeper: Mover | None = None  # takes what `keep` is given
     _saver: Mover | None = None  # takes all that autograd saves, which is then kept
+    _parts = 0  # that have been left, and still wait for backward
 
     def __init__(
         self,
@@ -119,7 +120,11 @@ class Run(Follower):
         if info.is_passed or not (torch.is_grad_enabled() or self._hears_of(info, args, kwargs)):
             return False
         self._depth = self._awake
-        if not any(holder() is not None for holder in self._holders):
+        if any(holder() is not None for holder in self._holders):
+            self._parts += 1
+            self.program.history.leaves(self._parts)
+        else:
+            self._parts = 0
             self._holders.clear()
             self.store.first_holder = 0
         return True

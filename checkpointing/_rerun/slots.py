@@ -104,6 +104,8 @@ class Calling:
         if given.requires_grad and type(given) is not nn.Parameter:
             tensor = given.detach()
         is_saved = self._role is None  # by an operator
+        if not is_saved:  # the operator before has returned
+            self._filling = -1
         if self._is_watched:
             tensor = self._watch(slot, given, tensor)
         if self.rewound and _torch.is_on(tensor, self.rewound):
