@@ -33,13 +33,15 @@ def choose(stretch: Stretch, peak: int | None = None) -> Filling:
     most = int(least * (1 + _MOST_SLACK)) if peak is None else max(peak, least)
     by_hand, cuts = _by_hand(stretch, tight, most)
     target = by_hand or least
+    ways = []
     if peak is None and stretch.frozen:
         beside = _bare(stretch, tight)
         beside.keep(beside.kept | stretch.frozen)
-        target = max(target, min(most, beside.peak))
+        beside.most = target = max(target, min(most, beside.peak))
+        ways = [beside]  # without it, all of such a part may run again
     if peak is not None:  # the search stops a little above what its cuts need
         target = max(peak, min(target, _bare(stretch, tight).peak))
-    best = _filled(cutting, cuts, target)
+    best = min([_filled(cutting, cuts, target), *ways], key=Filling.key)
     if peak is None:
         bare = _bare(stretch, cuts)
         if bare.peak <= target and bare.time() < best.time():
