@@ -19,7 +19,7 @@ class History:
     # where more is held, so with each plan a block would go another way, and be planned anew. The
     # next block holds what a plan keeps from the next backward on, or from its end.
     brings_back = False
-    # How many parts of a block wait for backward while another one runs, if more than one: between
+    # About how many parts of a block wait for backward while another one runs, if not one: between
     # them are backwards inside that leave what came before, such as those of a detached copy.
     parts = 0
     # Of the last runs; another thread may be in one, too.
@@ -36,9 +36,9 @@ class History:
         return True
 
     def leaves(self, parts: int) -> None:
-        """A backward inside has left so many parts of the block."""
-        if parts > 1:
-            self.parts = max(self.parts, parts)
+        """A backward inside has left so many parts of the block. Not each one means a new plan."""
+        if parts > 1 and parts >= 2 * self.parts:
+            self.parts = parts
 
     def came_in(self, pieces: tuple[int, ...], nbytes: int) -> bool:
         """A block, in which autograd saved so much, was taken in these pieces. Returns whether the
