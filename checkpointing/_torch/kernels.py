@@ -161,18 +161,18 @@ def _sums(image: Tensor, weight: Tensor, groups: int) -> int:
     """What the gradient of a weight is summed up in."""
     outputs, width, *kernel = weight.shape
     is_short, is_last = image.itemsize < 4, _has_channels_last(image)
-    padded = weight.nbytes
-    if width > _COLOURS or groups > 1:
+    padded, threads = weight.nbytes, torch.get_num_threads()
+    if width > _COLOURS or groups > 1 or is_short:
         padded = int(padded * _padding(width) * _padding(outputs // groups))
     if width == 1 and groups > 1:  # each channel by itself
         is_wide = is_last and max(kernel) > min(3, *image.shape[2:])
         return (5 if is_short else 1) * padded if is_wide else weight.nbytes
     if is_short:
-        return 2 * padded + _BUFFER * torch.get_num_threads()
+        return padded * (2 if width > _COLOURS else 2 + 3 * threads) + _BUFFER * threads
     if is_last:
         return (2 + (weight.stride(1) > 1)) * padded  # in another order, it is copied
     if max(kernel) > _WIDEST:  # each thread sums up for itself
-        return 4 * weight.nbytes * torch.get_num_threads()
+        return 4 * weight.nbytes * threads
     return padded
 
 
