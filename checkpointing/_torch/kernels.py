@@ -165,8 +165,10 @@ def _sums(image: Tensor, weight: Tensor, groups: int) -> int:
     if width > _COLOURS or groups > 1 or is_short:
         padded = int(padded * _padding(width) * _padding(outputs // groups))
     if width == 1 and groups > 1:  # each channel by itself
-        is_wide = is_last and max(kernel) > min(3, *image.shape[2:])
-        return (5 if is_short else 1) * padded if is_wide else weight.nbytes
+        if not is_last or max(kernel) <= min(3, *image.shape[2:]):
+            return weight.nbytes
+        # One image and its gradient, too, with as many channels.
+        return 3 * padded + 32 * image.nbytes // max(1, len(image)) if is_short else padded
     if is_short:
         return padded * (2 if width > _COLOURS else 2 + 3 * threads) + _BUFFER * threads
     if is_last:
