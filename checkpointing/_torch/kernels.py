@@ -170,7 +170,8 @@ def _sums(image: Tensor, weight: Tensor, groups: int) -> int:
         # One image and its gradient, too, with as many channels.
         return 3 * padded + 32 * image.nbytes // max(1, len(image)) if is_short else padded
     if is_short:
-        return padded * (2 if width > _COLOURS else 2 + 3 * threads) + _BUFFER * threads
+        times = 2 if width > _COLOURS else 2 + 2.6 * threads
+        return int(times * padded) + _BUFFER * threads
     if is_last:
         return (2 + (weight.stride(1) > 1)) * padded  # in another order, it is copied
     if max(kernel) > _WIDEST:  # each thread sums up for itself
