@@ -106,9 +106,9 @@ def _planned(model: Model, asked: Placement, others: int, parts: int) -> Plan:
         plan = Plan(model.path)
         plan.peak = max(model.live)
         return plan
-    if budget is None and parts:
-        return _laid_over(choose_among(stretch, parts))
     if budget is None:
+        if parts:
+            return _laid_over(choose_among(stretch, parts))
         return _laid_over(choose(stretch, None if peak is None else max(0, peak - others)))
     rest = max(0, budget - others)
     plan = _laid_over(choose_within(stretch, rest))

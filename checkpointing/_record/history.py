@@ -36,7 +36,8 @@ class History:
         return True
 
     def leaves(self, parts: int) -> None:
-        """A backward inside has left so many parts of the block. Not each one means a new plan."""
+        """A backward inside has left so many parts of the block. The number that plans assume at
+        least doubles, since each change means new plans."""
         if parts > 1 and parts >= 2 * self.parts:
             self.parts = parts
 

@@ -122,7 +122,8 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
 
 
 def _scratch_of_convolution(result: Tensor, *args: Any) -> Any:
-    """The gradients of its input and of its weight are computed one after the other."""
+    """The larger part of two: the gradients of its input and of its weight are computed one after
+    the other."""
     image, weight, _, stride, _, _, is_transposed, _, groups = args
     copies = image.nbytes + weight.nbytes + result.nbytes
     if not image.is_cpu:
