@@ -264,6 +264,27 @@ def test_memory_is_held_unless_its_parts_fill_it(dim):
     assert counts((0, 4), (5, 8)) == counts((0, 4), (3, 8)) == (x.nbytes, 2)
 
 
+def test_memory_that_is_read_before_all_of_it_is_filled_is_held_once():
+    """As the stages of a Runge-Kutta step are filled."""
+    x = torch.rand(8, 8).requires_grad_()
+
+    def step(y):
+        stages = y.new_empty(8, 8, 5)
+        for n in range(5):
+            stages.data[..., n] = y.sin()
+            y = y * (stages[..., : n + 1] + 1).sum(-1)
+        return y
+
+    def run():
+        return step(step(x * 1)).sum()
+
+    with checkpoint_scope() as scope:
+        loss = run()
+    assert scope.stats.bytes_held == 2 * 5 * x.nbytes
+    (got,) = torch.autograd.grad(loss, x)
+    assert torch.equal(got, *torch.autograd.grad(run(), x))
+
+
 def test_memory_that_parts_have_just_filled_may_be_kept():
     x = torch.rand(8, 8).requires_grad_()
     with checkpoint_scope() as scope:

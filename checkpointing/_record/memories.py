@@ -33,7 +33,8 @@ class Memory:
     there: dict[int, Hold] = field(default_factory=dict)
     is_parameter: bool = False
     is_lent: bool = False
-    is_state: bool = False  # from outside, and written by the block: as by the next run, perhaps
+    is_met: bool = False  # it was there before, or nobody saw who made it
+    is_state: bool = False  # such, and written by the block: as by the next run, perhaps
     is_saved: bool = False  # autograd has saved something of it; or it is a parameter
 
     def write(self, index: int) -> None:
@@ -78,7 +79,7 @@ class Memories:
 
     def add_first(self, first: First) -> None:
         memory = self._memories.setdefault(first.memory, Memory(first.memory, OUTSIDE))
-        memory.state = OUTSIDE
+        memory.state, memory.is_met = OUTSIDE, True
         memory.is_parameter |= first.is_parameter
         memory.is_saved |= first.is_parameter
         memory.is_lent |= first.is_lent
@@ -100,7 +101,7 @@ class Memories:
         for number in step.writes:
             memory = self._memories[number]
             memory.write(step.index)
-            memory.is_state |= memory.state is OUTSIDE
+            memory.is_state |= memory.is_met
         for cell, number in step.memories:
             memory = self._memories[number]
             if cell == number or not memory.whole.isdisjoint(step.targets):

@@ -224,10 +224,9 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 @functools.lru_cache(1024)  # a window asks for the same layouts in each run
 def layouts_overlap(one: Layout, other: Layout) -> bool:
     """Whether tensors of one type may share an element, with these layouts on one storage."""
-    strides, rows = one[1], [sys.maxsize]  # all memory is one row
-    if strides == other[1]:
-        rows += [row for row in strides if row and not any(s % row for s in strides if s > row)]
-    for row in rows:
+    strides = {*one[1], *other[1]} - {0}
+    rows = [row for row in strides if not any(step % row for step in strides if step > row)]
+    for row in [*rows, sys.maxsize]:  # all memory is one row, too
         (_, end), (start, last) = sorted([_columns(one, row), _columns(other, row)])
         if end <= start <= last <= row:
             return False

@@ -448,6 +448,7 @@ def test_tensors_that_share_an_element_overlap():
     heads = torch.rand(2, 3, 4, 5)
     assert not _torch.overlap(heads[..., :2], heads[..., 2:])
     assert not _torch.overlap(heads[:, :2], heads[:, 2:])
+    assert not _torch.overlap(heads[..., :2], heads[..., 2])
 
 
 def test_windows_are_found_once_where_a_budget_has_no_room_for_all_of_a_plan(monkeypatch):
