@@ -1238,6 +1238,22 @@ def test_stages_of_blocks_need_no_more_than_with_a_checkpoint_around_each_block(
     assert peak(scoped(lambda: forward(lambda block, y: block(y)))) <= theirs
 
 
+@NO_ROOM
+def test_blocks_end_where_a_result_is_saved_that_nothing_reads():
+    """Such as the indices of a pooling, of which nothing crosses into the next block."""
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.MaxPool2d(3, 1, 1)) for _ in range(6)
+    )
+    oracle.with_gradients(blocks.parameters())
+    x = torch.rand(4, 16, 32, 32)
+
+    def forward(call):
+        return through(each_called(call, blocks), x).square().mean()
+
+    _, peak, theirs = beside_torch(forward)
+    assert peak <= theirs
+
+
 class Strided(nn.Module):
     """Of the stem of a speech model: a convolution, and a norm of channels."""
 

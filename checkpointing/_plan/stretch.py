@@ -37,7 +37,8 @@ class Stretch:
         self.dear = {m.number for m in dear}
         self.reads = [(*filter(self.dear.__contains__, read),) for read in model.reads]
         # Of as many bytes, few memories are better than many.
-        spans = [(m.maker + 1, m.last_read, m.cost + _PER_MEMORY) for m in dear if m.cost]
+        read = [m for m in dear if m.cost and m.last_read > m.maker]
+        spans = [(m.maker + 1, m.last_read, m.cost + _PER_MEMORY) for m in read]
         # A cut after what is still to be written (`x = norm(x); x *= mask`) is better.
         writes = [m for m in dear if m.maker + 1 < m.final <= m.last_read]
         spans += [(m.maker + 1, m.final - 1, m.cost) for m in writes]
