@@ -1071,6 +1071,36 @@ def test_custom_functions_run_with_grad_mode_off_but_are_no_frozen_part():
     assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.3)
 
 
+def test_what_operators_that_write_outside_return_is_predicted():
+    """It is held: observers of quantisation can't be asked once more."""
+    layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(6)), torch.rand(1000, 64)
+    oracle.with_gradients(layers.parameters())
+    on, states = torch.ones(1, dtype=torch.int64), torch.ones(6, 3, 1)
+    points = torch.zeros(6, 1, dtype=torch.int32)
+
+    def forward():
+        y = x
+        for layer, state, point in zip(layers, states, points, strict=True):
+            y = nn.functional.gelu(layer(y))
+            y = torch.fused_moving_avg_obs_fake_quant(y, on, on, *state, point, 0.01, 0, 255, 0)
+        return y.square().mean()
+
+    run = scoped(forward)
+    _, peak = bytes_of(run)
+    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
+
+
+def test_what_hooks_hold_is_not_made_again():
+    """As those that compute gradients per sample do."""
+    layers = nn.Sequential(nn.Linear(64, 256), nn.Sigmoid(), nn.Linear(256, 1))
+    x, inputs = torch.rand(1000, 64), []
+    for layer in layers:
+        layer.register_forward_hook(lambda _, given, out: inputs.append(given[0].detach()))
+    run = scoped(lambda: layers(x).mean())
+    bytes_of(run)
+    assert run.scope.stats.ops_replayed == 0
+
+
 def test_one_row_that_is_joined_to_something_has_a_gradient_of_the_whole():
     layers, x = [nn.Linear(32, 32) for _ in range(16)], torch.randn(256, 32)
 

@@ -25,7 +25,7 @@ from .stretch import Stretch
 
 def choose(stretch: Stretch, peak: int | None = None) -> Filling:
     """What to keep of a stretch, under a peak."""
-    if peak is None and stretch.cost(stretch.saved) < _LITTLE:
+    if peak is None and stretch.model.bytes_of(stretch.saved) < _LITTLE:
         return Filling(stretch, ())
     stretch.allow_cuts_at_blocks()
     cutting = Cutting(stretch)

@@ -98,15 +98,17 @@ class Model:
             step.index
             for step in path.steps
             if step.info.base in _torch.JOINS
-            and self._bytes_of(self.reads[step.index]) <= self._bytes_of(self.made[step.index])
+            and self.bytes_of(self.reads[step.index]) <= self.bytes_of(self.made[step.index])
         }
         for number in range(len(path.slots)):
             self._add_slot(number)
         for number in self._sent.keys() & self.memories.keys():
             memory = self.memories[number]
             memory.dies = max(memory.last_read, self._sent[number])
-        given = {path.memory_of[cell] for cell, _ in path.given}
-        self._find_final(alive - given)
+        self._given = {path.memory_of[cell] for cell, _ in path.given} & self.memories.keys()
+        for number in self._given:
+            self.memories[number].dies = self.never
+        self._find_final(alive - self._given)
         # When small ones die may depend on the garbage collector, which differs from rank to rank.
         spans = [
             (m.maker, m.dies - 1, m.nbytes) for m in self.memories.values() if m.nbytes >= _SMALL
@@ -188,12 +190,16 @@ class Model:
         if step.effect or step.is_view or step.event is KEEP:
             for number in memories if step.event is UNSEEN else written:
                 memories[number].final = self.never
+        if step.is_view or step.event is KEEP:
             return
         self._add_reads(step)
         for number, nbytes in step.sizes:
             memories[number] = memory = Memory(number, index, int(nbytes * self.scale), self.never)
-            if step.event is not None:
+            if step.event is not None or step.effect:
                 memory.final = self.never
+        if step.effect:
+            self.made[index] = tuple([number for number, _ in step.sizes])
+            return
         for number in written:
             memory = memories[number]
             memory.writers += (index,)
@@ -223,7 +229,7 @@ class Model:
         """What a step costs, and whether what it makes is cheap."""
         reads = [self.memories[number] for number in self.reads[step.index]]
         made = [self.memories[number] for number in self.made[step.index]]
-        written = self._bytes_of(self.made[step.index])
+        written = self.bytes_of(self.made[step.index])
         flops = step.flops * self.scale
         self.work[step.index] = flops + _PER_BYTE * written
         effort = written + sum([memory.effort for memory in reads])
@@ -288,7 +294,8 @@ class Model:
             change[max(first, min(last, self.count)) + 1] -= nbytes
         return [*accumulate(change)]
 
-    def _bytes_of(self, numbers: Iterable[int]) -> int:
+    def bytes_of(self, numbers: Iterable[int]) -> int:
+        """The bytes of these memories."""
         return sum([self.memories[number].nbytes for number in numbers])
 
     def _shares_gradient(self, memory: Memory) -> bool:
@@ -332,7 +339,7 @@ class Model:
             if before > memory.maker:
                 yield memory.maker + 1, before, memory.nbytes
             first = min(first, before)
-        yield first + 1, index, self._bytes_of(self.made[index])
+        yield first + 1, index, self.bytes_of(self.made[index])
 
     def _added_to_gradients(self, step: Step) -> int:
         """The bytes that the backward of a step adds to gradients that are there already, from
@@ -355,6 +362,8 @@ class Model:
         holds them."""
         pending = [(0, self.count, m.nbytes) for m in self.memories.values() if m.is_theirs]
         pending += [(0, self._uses[n][0], self._gradients[n]) for n in self._missing]
+        given = map(self.memories.__getitem__, self._given)
+        pending += [(memory.maker + 1, self.count, memory.nbytes) for memory in given]
         pending += self._gradients_of_memories()
         for step in self.path.steps:
             if step.info.base in _torch.JOINS:
@@ -370,7 +379,7 @@ class Model:
                 # Each new sum is a third one, beside both parts; the gradient that a node has read
                 # is free by then.
                 pending += [
-                    (index + 1, index + 1, max(0, nbytes - self._bytes_of(self.made[index])))
+                    (index + 1, index + 1, max(0, nbytes - self.bytes_of(self.made[index])))
                     for index in uses[1:]
                 ]
         return pending
