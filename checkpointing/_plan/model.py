@@ -105,10 +105,13 @@ class Model:
         for number in self._sent.keys() & self.memories.keys():
             memory = self.memories[number]
             memory.dies = max(memory.last_read, self._sent[number])
-        self._given = {path.memory_of[cell] for cell, _ in path.given} & self.memories.keys()
+        given = {path.memory_of[cell] for cell, _ in path.given}
+        self._find_final(alive - given)
+        # What has been made here, and is held in any case. Parameters are lent by FSDP2.
+        lent = {path.memory_of[cell] for cell, _ in path.parameters}
+        self._given = (given - lent) & self.memories.keys()
         for number in self._given:
             self.memories[number].dies = self.never
-        self._find_final(alive - self._given)
         # When small ones die may depend on the garbage collector, which differs from rank to rank.
         spans = [
             (m.maker, m.dies - 1, m.nbytes) for m in self.memories.values() if m.nbytes >= _SMALL
@@ -192,19 +195,19 @@ class Model:
                 memories[number].final = self.never
         if step.is_view or step.event is KEEP:
             return
-        self._add_reads(step)
         for number, nbytes in step.sizes:
             memories[number] = memory = Memory(number, index, int(nbytes * self.scale), self.never)
             if step.event is not None or step.effect:
                 memory.final = self.never
-        if step.effect:
-            self.made[index] = tuple([number for number, _ in step.sizes])
+        self.made[index] = tuple([number for number, _ in step.sizes])
+        if step.effect:  # it is never replayed
             return
+        self._add_reads(step)
         for number in written:
             memory = memories[number]
             memory.writers += (index,)
             memory.final = max(memory.final, index + 1)
-        self.made[index] = (*[number for number, _ in step.sizes], *written)
+        self.made[index] += (*written,)
         self._weigh(step)
 
     def _add_reads(self, step: Step) -> None:
@@ -358,8 +361,8 @@ class Model:
 
     def _needed_by_backward(self) -> list[Span]:
         """By position to which backward has come: bytes that are there whatever the block keeps and
-        saves. It works with them, they are gradients that did not exist before, or somebody else
-        holds them."""
+        saves. It works with them, they are gradients that did not exist before, or they are held in
+        any case."""
         pending = [(0, self.count, m.nbytes) for m in self.memories.values() if m.is_theirs]
         pending += [(0, self._uses[n][0], self._gradients[n]) for n in self._missing]
         given = map(self.memories.__getitem__, self._given)
