@@ -37,8 +37,7 @@ class Stretch:
         self.dear = {m.number for m in dear}
         self.reads = [(*filter(self.dear.__contains__, read),) for read in model.reads]
         # Of as many bytes, few memories are better than many.
-        read = [m for m in dear if m.cost and m.last_read > m.maker]
-        spans = [(m.maker + 1, m.last_read, m.cost + _PER_MEMORY) for m in read]
+        spans = [(m.maker + 1, m.last_read, m.cost + _PER_MEMORY) for m in dear if m.cost]
         # A cut after what is still to be written (`x = norm(x); x *= mask`) is better.
         writes = [m for m in dear if m.maker + 1 < m.final <= m.last_read]
         spans += [(m.maker + 1, m.final - 1, m.cost) for m in writes]
@@ -77,7 +76,12 @@ class Stretch:
         beside each other that make queries, keys and values."""
         # What an activation has made is saved anyway: it is the end of a block.
         after = {at + 1 for n, at in self.saved.items() if self.memories[n].maker == at}
-        costs = [(nbytes, at not in after) for at, nbytes in enumerate(self.crossing)]
+        # What nothing reads, such as a mask, is in no block after its own.
+        dear = map(self.memories.__getitem__, self.dear)
+        unread = [m for m in dear if m.cost and m.last_read == m.maker]
+        spans = [(m.maker + 1, m.maker + 1, m.cost + _PER_MEMORY) for m in unread]
+        spare = self.model.sums(spans)
+        costs = [(self.crossing[at] - spare[at], at not in after) for at in range(len(spare))]
         found = repeats([step.func for step in self.model.steps], costs)
         return [run for run in found if self._are_worth_it(run)]
 
