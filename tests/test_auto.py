@@ -1071,8 +1071,8 @@ def test_custom_functions_run_with_grad_mode_off_but_are_no_frozen_part():
     assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.3)
 
 
-def test_what_operators_that_write_outside_return_is_predicted():
-    """It is held: observers of quantisation can't be asked once more."""
+def test_results_of_operators_that_write_outside_are_predicted():
+    """They are held: an observer of a quantisation must not run twice."""
     layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(6)), torch.rand(1000, 64)
     oracle.with_gradients(layers.parameters())
     on, states = torch.ones(1, dtype=torch.int64), torch.ones(6, 3, 1)
@@ -1091,7 +1091,7 @@ def test_what_operators_that_write_outside_return_is_predicted():
 
 
 def test_what_hooks_hold_is_not_made_again():
-    """As those that compute gradients per sample do."""
+    """Libraries for gradients per sample keep the inputs of all layers."""
     layers = nn.Sequential(nn.Linear(64, 256), nn.Sigmoid(), nn.Linear(256, 1))
     x, inputs = torch.rand(1000, 64), []
     for layer in layers:
@@ -1270,7 +1270,7 @@ def test_stages_of_blocks_need_no_more_than_with_a_checkpoint_around_each_block(
 
 @NO_ROOM
 def test_blocks_end_where_a_result_is_saved_that_nothing_reads():
-    """Such as the indices of a pooling, of which nothing crosses into the next block."""
+    """Such as the indices of a pooling, which the next block does not need."""
     blocks = nn.ModuleList(
         nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.MaxPool2d(3, 1, 1)) for _ in range(6)
     )

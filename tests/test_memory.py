@@ -265,7 +265,7 @@ def test_memory_is_held_unless_its_parts_fill_it(dim):
 
 
 def test_memory_that_is_read_before_all_of_it_is_filled_is_held_once():
-    """As the stages of a Runge-Kutta step are filled."""
+    """Like the stages of a Runge-Kutta step."""
     x = torch.rand(8, 8).requires_grad_()
 
     def step(y):

@@ -107,11 +107,11 @@ class Model:
             memory.dies = max(memory.last_read, self._sent[number])
         given = {path.memory_of[cell] for cell, _ in path.given}
         self._find_final(alive - given)
-        # What has been made here, and is held in any case. Parameters are lent by FSDP2.
-        lent = {path.memory_of[cell] for cell, _ in path.parameters}
-        self._given = (given - lent) & self.memories.keys()
-        for number in self._given:
-            self.memories[number].dies = self.never
+        # What the block has made and holds in any case; not parameters, which FSDP2 lends.
+        own = {path.memory_of[cell] for cell, _ in path.given - path.parameters}
+        fixed = [self.memories[number] for number in own & self.memories.keys()]
+        for memory in fixed:
+            memory.dies = self.never
         # When small ones die may depend on the garbage collector, which differs from rank to rank.
         spans = [
             (m.maker, m.dies - 1, m.nbytes) for m in self.memories.values() if m.nbytes >= _SMALL
@@ -122,7 +122,8 @@ class Model:
         ]
         self.live = self.sums([*spans, *states, *self._losses()])
         self._missing = {path.memory_of[cell] for cell in waiting} & self._uses.keys()
-        spans = [*states, *self._needed_by_backward()]
+        spans = [(memory.maker + 1, self.count, memory.nbytes) for memory in fixed]
+        spans += [*states, *self._needed_by_backward()]
         # What the steps after it have made is there, too.
         self.backward = self.sums(spans)[1:]
 
@@ -361,12 +362,10 @@ class Model:
 
     def _needed_by_backward(self) -> list[Span]:
         """By position to which backward has come: bytes that are there whatever the block keeps and
-        saves. It works with them, they are gradients that did not exist before, or they are held in
-        any case."""
+        saves. It works with them, they are gradients that did not exist before, or somebody else
+        holds them."""
         pending = [(0, self.count, m.nbytes) for m in self.memories.values() if m.is_theirs]
         pending += [(0, self._uses[n][0], self._gradients[n]) for n in self._missing]
-        given = map(self.memories.__getitem__, self._given)
-        pending += [(memory.maker + 1, self.count, memory.nbytes) for memory in given]
         pending += self._gradients_of_memories()
         for step in self.path.steps:
             if step.info.base in _torch.JOINS:

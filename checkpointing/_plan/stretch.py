@@ -76,7 +76,7 @@ class Stretch:
         beside each other that make queries, keys and values."""
         # What an activation has made is saved anyway: it is the end of a block.
         after = {at + 1 for n, at in self.saved.items() if self.memories[n].maker == at}
-        # What nothing reads, such as a mask, is in no block after its own.
+        # A result that nothing reads, such as a mask, stays in the block that makes it.
         dear = map(self.memories.__getitem__, self.dear)
         unread = [m for m in dear if m.cost and m.last_read == m.maker]
         spans = [(m.maker + 1, m.maker + 1, m.cost + _PER_MEMORY) for m in unread]

@@ -19,8 +19,9 @@ class History:
     # where more is held, so with each plan a block would go another way, and be planned anew. The
     # next block holds what a plan keeps from the next backward on, or from its end.
     brings_back = False
-    # About how many parts of a block wait for backward while another one runs, if not one: between
-    # them are backwards inside that leave what came before, such as those of a detached copy.
+    # Roughly how many parts of a block wait for backward while another one runs, if more than one:
+    # between them are backwards inside that leave what came before, such as those of a detached
+    # copy.
     parts = 0
     # Of the last runs; another thread may be in one, too.
     _new: tuple[bool, ...] = ()
@@ -36,8 +37,8 @@ class History:
         return True
 
     def leaves(self, parts: int) -> None:
-        """A backward inside has left so many parts of the block. The number that plans assume at
-        least doubles, since each change means new plans."""
+        """A backward inside has left so many parts of the block. What plans assume at least doubles
+        each time, since a change means new plans."""
         if parts > 1 and parts >= 2 * self.parts:
             self.parts = parts
 

@@ -34,7 +34,7 @@ class Memory:
     is_parameter: bool = False
     is_lent: bool = False
     is_met: bool = False  # it was there before, or nobody saw who made it
-    is_state: bool = False  # such, and written by the block: as by the next run, perhaps
+    is_state: bool = False  # so it was, and the block writes it, as the next run may
     is_saved: bool = False  # autograd has saved something of it; or it is a parameter
 
     def write(self, index: int) -> None:
