@@ -4,7 +4,8 @@ Invariant: the simulated peak is at least what the block needs, kernels aside, a
 forward and backward. In the forward, that is what lives there, and what is kept and would have died
 before. In backward, beside what it works with, each of these is there:
 
-- what is kept, from the end on down to the first segment whose windows need it;
+- what is kept, from the end on down to the first segment whose windows need it, or as far down as
+  the graph is retained;
 - what the window of a segment delivers, from the end of the segment down to where it was saved.
 """
 
@@ -111,7 +112,8 @@ class Filling:
             needed_at = self._needed_at.get(memory.number, model.count)
             needed = self.ends[bisect_right(self.ends, needed_at) - 1]
             there_from = min(memory.maker + 1, stretch.saved.get(memory.number, model.count))
-            spans.append((max(needed, there_from), model.count, memory.cost))
+            first = min(max(needed, there_from), model.retained)
+            spans.append((first, model.count, memory.cost))
         self.held = model.sums(spans)
         there = [*map(add, model.backward, self.held)]
         made = [0] * (model.count + 1)  # by windows, and saved here
@@ -186,13 +188,17 @@ class Filling:
         forward, backward = _largest_from(self.forward), _largest_from(self.peaks)
         before, added = self.nbytes, 0
 
+        def first_beside(index: int) -> int:
+            """The first segment that gets more to hold if the results of a step are kept: its own
+            makes them anyway, and a graph that is retained has them to the end."""
+            return bisect_right(self.ends, min(index, self.model.retained - 1))
+
         def has_room(index: int) -> bool:
             nbytes = self.stretch.cost(results[index])
             if self.budget is not None:
                 return before + added + nbytes <= self.budget
             dies = min([self.memories[number].dies for number in results[index]])
-            first = bisect_right(self.ends, index)  # its own segment has them anyway
-            peak = max(added + forward[min(dies, len(self.forward))], backward[first])
+            peak = max(added + forward[min(dies, len(self.forward))], backward[first_beside(index)])
             return peak + nbytes <= self.most
 
         results = {index: self._results(index) for index in self.again}
@@ -201,7 +207,7 @@ class Filling:
         order = 1 if self.model.is_part else -1
         for index in sorted(worths, key=lambda index: (-worths[index], order * index)):
             if has_room(index):
-                nbytes, first = self.stretch.cost(results[index]), bisect_right(self.ends, index)
+                nbytes, first = self.stretch.cost(results[index]), first_beside(index)
                 self.kept |= results[index]
                 added += nbytes
                 self.peaks[first:] = [peak + nbytes for peak in self.peaks[first:]]

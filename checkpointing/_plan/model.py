@@ -69,12 +69,17 @@ class Model:
     first = 0  # the step of the path that is at position 0
     is_part = False
 
-    def __init__(self, path: Path, run: Run, waiting: Iterable[int], scale: float) -> None:
-        """`waiting` are cells of parameters that have no gradient yet."""
+    def __init__(
+        self, path: Path, run: Run, waiting: Iterable[int], scale: float, retained: int
+    ) -> None:
+        """`waiting` are cells of parameters that have no gradient yet. From the slot `retained` on,
+        what backward needs stays for another one."""
         self.path, self.steps, self.scale = path, path.steps, scale
         self.held = {path.memory_of[cell] for cell, _ in path.kept}  # by the user
         self.count = len(path.steps)
         self.never = self.count + 1  # a position after all others
+        # The position down to which a backward retains the graph.
+        self.retained = max(0, [*path.saved_after, self.count][retained])
         self.memories: dict[int, Memory] = {}
         # Memories by step, also those that it writes.
         self.made: list[tuple[int, ...]] = [()] * self.count
@@ -112,15 +117,11 @@ class Model:
         fixed = [self.memories[number] for number in own & self.memories.keys()]
         for memory in fixed:
             memory.dies = self.never
-        # When small ones die may depend on the garbage collector, which differs from rank to rank.
-        spans = [
-            (m.maker, m.dies - 1, m.nbytes) for m in self.memories.values() if m.nbytes >= _SMALL
-        ]
         states = [
             (index, self.count, sum([state.nbytes for state in drawn.states]))
             for index, drawn in run.store.random.items()
         ]
-        self.live = self.sums([*spans, *states, *self._losses()])
+        self.live = self.sums([*self._lives(), *states, *self._losses()])
         self._missing = {path.memory_of[cell] for cell in waiting} & self._uses.keys()
         spans = [(memory.maker + 1, self.count, memory.nbytes) for memory in fixed]
         spans += [*states, *self._needed_by_backward()]
@@ -150,6 +151,13 @@ class Model:
             memory = self.memories[number]
             memory.has_gradient = True
             memory.last_used = last.get(number, memory.maker)
+
+    def _lives(self) -> Iterator[Span]:
+        """From when to when each memory is there in the forward. When small ones die may depend on
+        the garbage collector, which differs from rank to rank."""
+        for memory in self.memories.values():
+            if memory.nbytes >= _SMALL:
+                yield memory.maker, memory.dies - 1, memory.nbytes
 
     def _losses(self) -> Iterator[Span]:
         """What losses allocate before they sum up."""
@@ -252,6 +260,7 @@ class Model:
         part.saves = {slot: (max(0, at - first), n) for slot, at, n in saves if n not in held}
         part.is_part, part.first = True, steps[0]
         part.count = 1 + max([steps[-1] - steps[0], *[at for at, _ in part.saves.values()]])
+        part.retained = part.count  # what it makes is gone when it has run
         span = slice(first, first + part.count)
         part.steps, part.work = self.steps[span], self.work[span]
         part.made, part.reads = self.made[span], self.reads[span]
@@ -365,7 +374,10 @@ class Model:
         saves. It works with them, they are gradients that did not exist before, or somebody else
         holds them."""
         pending = [(0, self.count, m.nbytes) for m in self.memories.values() if m.is_theirs]
-        pending += [(0, self._uses[n][0], self._gradients[n]) for n in self._missing]
+        for number in self._missing:
+            first = self._uses[number][0]
+            last = first if first < self.retained else self.count
+            pending.append((0, last, self._gradients[number]))
         pending += self._gradients_of_memories()
         for step in self.path.steps:
             if step.info.base in _torch.JOINS:

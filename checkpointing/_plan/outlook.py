@@ -35,7 +35,8 @@ class Outlook:
 
     def __init__(self, run: Run) -> None:
         path = run.so_far()
-        self._model = Model(path, run, still_waiting(run, path.trained), 1.0)
+        waiting = still_waiting(run, path.trained)
+        self._model = Model(path, run, waiting, 1.0, retained=len(path.slots))
         self._stretch = Stretch(self._model, self._model.held)
         self._plain = Stretch(self._model, frozenset())  # without `keep`
         work = [step.flops for step in path.steps]

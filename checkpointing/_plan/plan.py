@@ -43,6 +43,9 @@ class Plan:
         self.whole = Group(path, [*range(len(path.slots))])
         self.path = self.whole.split(self.kept, cuts)
         self.groups = self.whole.parts
+        # The first slot that a backward with `retain_graph=True` has opened: from there on, all
+        # stays for another one. And the slot that the plan assumes.
+        self.retained = self.expected = len(path.slots)
 
     def suits(self, run: Run) -> bool:
         """Whether a run has the room that the plan assumes. A plan is not exchanged for one with
@@ -50,7 +53,7 @@ class Plan:
         every change."""
         if run.store.placement is None:
             return True
-        if self.parts != run.program.history.parts:
+        if self.parts != run.program.history.parts or self.retained < self.expected:
             return False
         if still_waiting(run, self.waiting) != self.waiting:
             return False
@@ -82,17 +85,19 @@ def plan_of(run: Run, old: Plan | None = None) -> Plan:
     if store.placement is None or not path.slots:
         return Plan(path)
     size = first_size = store.saved_bytes
-    waiting = path.trained
+    waiting, retained = path.trained, len(path.slots)
     if old is not None:
         size, first_size, waiting = max(size, old.size), old.first_size, old.waiting
+        retained = old.retained
     waiting = still_waiting(run, waiting)
     if run.sees_gathering and path.cuts:  # no window may cross where FSDP2 gives parameters back
         plan = Plan(path)
     else:
-        model = Model(path, run, waiting, size / max(1, first_size))
+        model = Model(path, run, waiting, size / max(1, first_size), retained)
         plan = _planned(model, store.placement, store.kept_bytes, run.program.history.parts)
     plan.size, plan.first_size, plan.waiting = size, first_size, waiting
     plan.parts = run.program.history.parts
+    plan.retained = plan.expected = retained
     plan.peak += store.kept_bytes
     plan.complaint = _complaint(plan, store.placement, store.kept_bytes)
     return plan

@@ -291,6 +291,9 @@ class Replay(Frame):
         holders = stock.wanted(self.holders, work)
         window = stock.group.window(holders)
         self.replayed += window.counted
+        if self.plan is not None and _torch.keeps_graph():
+            slot = max(0, holder.slot - self.run.store.first_holder)
+            self.plan.retained = min(self.plan.retained, slot)
         execution = Execution(window, stock, self, work)
         if self.run.store.movers and self.complete:
             self._prefetch(stock)
