@@ -104,6 +104,13 @@ class Run(Follower):
             return False
         return not torch.is_grad_enabled()
 
+    def may_rest_again(self) -> bool:
+        """Whether a backward of what was left before, as of a second loss, has begun. What the run
+        has written outside the block since then, it may still read: a new run would not copy it."""
+        if self._depth == _RESTING or any(step.effect and step.writes for step in self.path):
+            return False
+        return self.may_begin_anew()
+
     def begin_anew(self, holders: list[Any]) -> None:
         """Holders have what they need, so the rest of the block is like another run, as in a loop
         of training steps. Until gradients are wanted again (backward itself and an optimizer's step

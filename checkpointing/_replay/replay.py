@@ -210,10 +210,10 @@ class Replay(Frame):
         return plan
 
     def _stock_of(self, holder: Any) -> Stock:
-        if hasattr(holder, "stock"):
+        run = self.run
+        if hasattr(holder, "stock") and (self.plan is not None or not run.may_rest_again()):
             return holder.stock  # type: ignore[no-any-return]
-        run = self.run  # in which a backward has begun
-        run.store.settle()
+        run.store.settle()  # a backward has begun
         run.program.history.stays_whole = True
         if run.may_begin_anew():
             self._leave()
