@@ -844,6 +844,38 @@ def test_a_graph_that_is_retained_for_a_second_loss_needs_no_more_than_with_torc
     assert abs(ours.scope.stats.peak_predicted / found[1] - 1) <= 0.1
 
 
+@NO_ROOM
+@pytest.mark.parametrize("of_one_graph", [True, False])
+def test_backwards_inside_a_scope_need_no_more_than_with_torchs(of_one_graph):
+    """Of two losses, or of two batches, without gradients before the first one."""
+    layers = nn.ModuleList(programs.Block(32, 2) for _ in range(6))
+    x, nothing = torch.randn(8, 64, 32), torch.zeros((), requires_grad=True)
+
+    def losses(call):
+        y = through(each_called(call, layers), x)
+        return y.square().mean(), y.exp().mean()
+
+    def step(call):
+        layers.zero_grad()
+        if of_one_graph:
+            one, two = losses(call)
+            one.backward(retain_graph=True)
+            two.backward()
+        else:
+            sum(losses(call)).backward()
+            sum(losses(call)).backward()
+        return nothing.exp()
+
+    theirs = lambda: step(functools.partial(checkpoint, use_reentrant=False))
+    ours, found = scoped(lambda: step(lambda block, y: block(y))), []
+    for run in (theirs, ours):
+        for _ in range(3):
+            run()
+        found.append(memory_of(run).peak)
+    assert found[1] <= found[0]
+    assert abs(ours.scope.stats.peak_predicted / found[1] - 1) <= 0.05
+
+
 @pytest.mark.parametrize("shift", [None, 3.0])
 def test_labels_made_first_do_not_bring_the_first_layers_back(shift):
     """The window of the loss makes them anew: they are quickly made, and the layers are not."""

@@ -16,6 +16,8 @@ from collections.abc import Container, Iterable, Sequence, Set
 from itertools import pairwise
 from operator import add
 
+from torch import Tensor
+
 from .._record import MOST_GROWTH, Hold, Path, Placement, Run, Step, Value
 from .choose import choose, choose_among, choose_first, choose_within
 from .fill import Filling
@@ -58,6 +60,11 @@ class Plan:
         if still_waiting(run, self.waiting) != self.waiting:
             return False
         return run.store.saved_bytes <= MOST_GROWTH * self.size
+
+    def without_gradient(self, run: Run) -> Set[Tensor]:
+        """The parameters that have no gradient yet, and get one."""
+        waiting = map(run.store.parameter, still_waiting(run, self.path.trained))
+        return {parameter for parameter in waiting if parameter is not None}
 
     def passes(self, step: Step) -> bool:
         """Whether a step is on its path."""

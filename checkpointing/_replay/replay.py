@@ -6,7 +6,7 @@ needs is freed when the block ends, and the rest goes as backward passes by (rul
 holder runs the window of its group.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import accumulate, islice
 from typing import Any
 from weakref import ref
@@ -99,8 +99,11 @@ class Replay(Frame):
     replays: int = 0
     replayed = 0
     plan: Plan | None = None  # when the block has ended
-    # Of what came before the block began anew: operators, bytes, and the largest peak predicted.
+    _latest: tuple[Plan, int] | None = None  # and its first holder, also while the block runs
+    # Of what came before the block began anew: operators, bytes, the largest peak predicted, and
+    # parameters that got a gradient.
     _counted = _saved = peak = 0
+    _trained: Set[Tensor] = frozenset()
     _cuts: tuple[int, ...] = ()  # there, and where the pieces ended: operators before these
     _order: dict[ref[Moved], int] | None = None  # in which backward wants them
 
@@ -153,11 +156,12 @@ class Replay(Frame):
             run.holds_planned = False
             run.program.is_advised = True
 
-    def _leave(self) -> None:
+    def _leave(self) -> Plan:
         """What comes next in the block is like another run."""
         plan = self._hand_over()
         self._counted, self._cuts = self._counts(plan.path)
         self._saved += self.run.store.saved_bytes
+        return plan
 
     def _end_piece(self) -> int:
         self._leave()
@@ -169,6 +173,7 @@ class Replay(Frame):
         """The block has ended: what its windows need goes to the holders. Returns the complaint of
         its plan, if it has one."""
         self.plan = plan = self._hand_over()
+        self._trained = frozenset()
         run, program = self.run, self.run.program
         program.history.brings_back = self._brings_back
         if run.ends is not None:
@@ -196,8 +201,10 @@ class Replay(Frame):
             if not run.is_alone:
                 attach(plan, old)
                 run.keep_what_is_there(plan)
-        self.peak = max(self.peak, plan.peak)
+        gradients = [each.nbytes for each in self._trained if each.grad is not None]
+        self.peak = max(self.peak, plan.peak + sum(gradients))
         run.program.expected = plan
+        self._latest = plan, store.first_holder
         if old is not None and plan.size > old.size:
             run.program.grow(plan.size)
         holders: Any = [weak() for weak in self.holders[store.first_holder :]]
@@ -216,7 +223,7 @@ class Replay(Frame):
         run.store.settle()  # a backward has begun
         run.program.history.stays_whole = True
         if run.may_begin_anew():
-            self._leave()
+            self._trained |= self._leave().without_gradient(run)
             run.begin_anew(self.holders)
         else:
             self._brings_back = run.program.history.brings_back = True
@@ -291,9 +298,9 @@ class Replay(Frame):
         holders = stock.wanted(self.holders, work)
         window = stock.group.window(holders)
         self.replayed += window.counted
-        if self.plan is not None and _torch.keeps_graph():
-            slot = max(0, holder.slot - self.run.store.first_holder)
-            self.plan.retained = min(self.plan.retained, slot)
+        if self._latest is not None and _torch.keeps_graph():
+            plan, first = self._latest
+            plan.retained = min(plan.retained, max(0, holder.slot - first))
         execution = Execution(window, stock, self, work)
         if self.run.store.movers and self.complete:
             self._prefetch(stock)
