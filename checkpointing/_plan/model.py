@@ -80,6 +80,7 @@ class Model:
         self.never = self.count + 1  # a position after all others
         # The position down to which a backward retains the graph.
         self.retained = max(0, [*path.saved_after, self.count][retained])
+        self._first_backward = 0 if run.program.history.parts else self.retained
         self.memories: dict[int, Memory] = {}
         # Memories by step, also those that it writes.
         self.made: list[tuple[int, ...]] = [()] * self.count
@@ -376,7 +377,7 @@ class Model:
         pending = [(0, self.count, m.nbytes) for m in self.memories.values() if m.is_theirs]
         for number in self._missing:
             first = self._uses[number][0]
-            last = first if first < self.retained else self.count
+            last = first if first < self._first_backward else self.count
             pending.append((0, last, self._gradients[number]))
         pending += self._gradients_of_memories()
         for step in self.path.steps:

@@ -119,7 +119,7 @@ def _planned(model: Model, asked: Placement, others: int, parts: int) -> Plan:
         plan.peak = max(model.live)
         return plan
     if budget is None:
-        if parts:
+        if parts and peak is None:
             return _laid_over(choose_among(stretch, parts))
         return _laid_over(choose(stretch, None if peak is None else max(0, peak - others)))
     rest = max(0, budget - others)

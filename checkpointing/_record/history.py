@@ -4,9 +4,15 @@ Where they do, whole paths are planned. Where experts are chosen in each step, l
 or a loop takes another number of turns, blocks are taken in pieces (`pieces.py`).
 """
 
+from typing import Any
+from weakref import WeakSet
+
 
 class History:
     """Which ways the last runs of a site have gone."""
+
+    def __init__(self) -> None:
+        self.waiting: WeakSet[Any] = WeakSet()  # blocks that may wait for backward
 
     in_pieces = False  # whether blocks are taken in pieces
     nbytes = 0  # that the last whole block made, and autograd saved
@@ -19,9 +25,9 @@ class History:
     # where more is held, so with each plan a block would go another way, and be planned anew. The
     # next block holds what a plan keeps from the next backward on, or from its end.
     brings_back = False
-    # Roughly how many parts of a block wait for backward while another one runs, if more than one:
-    # between them are backwards inside that leave what came before, such as those of a detached
-    # copy.
+    # Roughly how many others wait for backward while a block runs, if more than one: micro-batches
+    # of a pipeline, or parts of one block, where backwards inside leave what came before, such as
+    # those of a detached copy.
     parts = 0
     # Of the last runs; another thread may be in one, too.
     _new: tuple[bool, ...] = ()

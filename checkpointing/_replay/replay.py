@@ -174,13 +174,17 @@ class Replay(Frame):
         its plan, if it has one."""
         self.plan = plan = self._hand_over()
         self._trained = frozenset()
-        run, program = self.run, self.run.program
-        program.history.brings_back = self._brings_back
+        run, program, history = self.run, self.run.program, self.run.program.history
+        history.brings_back = self._brings_back
+        if run.store.placement is not None:
+            waiting = [other for other in history.waiting if next(other.wanted({}), None)]
+            history.leaves(len(waiting))
+            history.waiting.add(self)
         if run.ends is not None:
-            if program.history.came_in((*self._pieces, id(run.step)), run.ends.saved(run.path)):
+            if history.came_in((*self._pieces, id(run.step)), run.ends.saved(run.path)):
                 program.forget()
-        elif self.may_have_pieces and program.history.went(self.is_new):
-            size_pieces(plan.path, program.history)
+        elif self.may_have_pieces and history.went(self.is_new):
+            size_pieces(plan.path, history)
             program.forget()
         run.end()
         return plan.complaint
