@@ -1,5 +1,6 @@
 """Checkpoints that place themselves: the memory that they leave, and the same ones each time."""
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -876,6 +877,87 @@ def test_backwards_inside_a_scope_need_no_more_than_with_torchs(of_one_graph):
         found.append(memory_of(run).peak)
     assert found[1] <= found[0]
     assert abs(ours.scope.stats.peak_predicted / found[1] - 1) <= 0.05
+
+
+def peaks_beside_torch(step, model):
+    """Of a later step, with torch's checkpoint around each block, and ours. `step` gets what calls
+    a block, and what makes a scope. Gradients are None before it."""
+    nothing = torch.zeros((), requires_grad=True)
+
+    def peak(call, scope):
+        def run():
+            step(call, scope)
+            return nothing.exp()
+
+        model.zero_grad()
+        for _ in range(3):
+            run()
+            model.zero_grad()
+        return memory_of(run).peak
+
+    theirs = peak(functools.partial(checkpoint, use_reentrant=False), contextlib.nullcontext)
+    return theirs, peak(lambda block, y: block(y), lambda: checkpoint_scope(auto()))
+
+
+@NO_ROOM
+@pytest.mark.parametrize("kind", ["layers", "an encoder and a decoder", "micro-batches"])
+def test_scopes_that_wait_together_need_no_more_than_with_torchs(kind):
+    """What one keeps is there while others run."""
+    layers = nn.ModuleList(programs.Block(32, 2) for _ in range(8))
+    x = torch.randn(8, 64, 32)
+
+    def step(call, scope):
+        y = x
+        if kind == "micro-batches":
+            losses = []
+            for part in x.chunk(4):
+                with scope():
+                    losses.append(through(each_called(call, layers), part).square().mean())
+            for loss in losses:
+                loss.backward()
+            return
+        if kind == "layers":
+            for layer in layers:
+                with scope():
+                    y = call(layer, y)
+        else:
+            with scope():
+                y = through(each_called(call, layers[:4]), y)
+            with scope():
+                y = through(each_called(call, layers[4:]), y)
+        y.square().mean().backward()
+
+    theirs, ours = peaks_beside_torch(step, layers)
+    assert ours <= theirs
+
+
+@NO_ROOM
+@pytest.mark.parametrize("is_one", [True, False])
+def test_steps_of_two_networks_in_turn_need_no_more_than_with_torchs(is_one):
+    """In one scope, or in one of two for each of them: what a run holds is told by the plan that
+    came next the last time."""
+    one, other = (nn.ModuleList(programs.Block(32, 2) for _ in range(4)) for _ in range(2))
+    x, real = torch.randn(8, 64, 32), torch.randn(8, 64, 32)
+
+    def step(call, scope):
+        judge = lambda y: through(each_called(call, other), y).square().mean()
+        inner, outer = (
+            (contextlib.nullcontext, scope) if is_one else (scope, contextlib.nullcontext)
+        )
+        with outer():
+            with inner():
+                made = through(each_called(call, one), x)
+                loss = judge(real) - judge(made.detach())
+            loss.backward()
+            with torch.no_grad():
+                for weight in other.parameters():
+                    weight.sub_(weight.grad)
+            with inner():
+                loss = judge(made)
+            loss.backward()
+
+    theirs, ours = peaks_beside_torch(step, nn.ModuleList([one, other]))
+    assert ours <= theirs
 
 
 @pytest.mark.parametrize("shift", [None, 3.0])

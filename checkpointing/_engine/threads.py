@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from torch import Tensor, inference_mode, is_grad_enabled, is_inference_mode_enabled
 
@@ -51,6 +52,7 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
+        self.sites: WeakSet[Any] = WeakSet()  # of blocks that `auto()` has planned
         self.depth = 0
         self.aside = 0
         self.region: Region | None = None

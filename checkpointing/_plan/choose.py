@@ -23,8 +23,9 @@ from .fill import Filling
 from .stretch import Stretch
 
 
-def choose(stretch: Stretch, peak: int | None = None) -> Filling:
-    """What to keep of a stretch, under a peak."""
+def choose(stretch: Stretch, peak: int | None = None, parts: int = 0) -> Filling:
+    """What to keep of a stretch, under a peak. Without one: if so many others wait for backward,
+    what they keep is there, too."""
     if peak is None and stretch.model.bytes_of(stretch.saved) < _LITTLE:
         return Filling(stretch, ())
     stretch.allow_cuts_at_blocks()
@@ -47,15 +48,11 @@ def choose(stretch: Stretch, peak: int | None = None) -> Filling:
         if bare.peak <= target and bare.time() < best.time():
             best = bare
     best.join(target if peak is None else 0)
+    if peak is None and parts:
+        placed = tight, cuts, _at_blocks(stretch, cuts), ()
+        found = [best, *[_bare(stretch, each) for each in placed]]
+        best = min(found, key=lambda way: way.peak + parts * way.nbytes)
     return best
-
-
-def choose_among(stretch: Stretch, parts: int) -> Filling:
-    """What to keep of a part of a block, if so many other parts wait for backward: what they keep
-    is there, too."""
-    _, cuts = _refined(stretch, *Cutting(stretch).least_peak())
-    ways = [choose(stretch), _bare(stretch, cuts), Filling(stretch, ())]
-    return min(ways, key=lambda way: way.peak + parts * way.nbytes)
 
 
 def choose_within(stretch: Stretch, budget: int) -> Filling:
@@ -134,6 +131,14 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
         best = min(blocks, parts, key=_peak_of)
         peak, cuts = best.peak, best.cuts
     return peak, cuts
+
+
+def _at_blocks(stretch: Stretch, cuts: Cuts) -> set[int]:
+    """Cuts where the blocks begin that repeat; elsewhere, these cuts."""
+    found = {*cuts}
+    for run in stretch.blocks:
+        found = found.difference(range(run[0], run[-1] + 1)).union(run)
+    return found - {0, stretch.model.count}
 
 
 def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) -> Filling:

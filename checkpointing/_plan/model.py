@@ -80,7 +80,7 @@ class Model:
         self.never = self.count + 1  # a position after all others
         # The position down to which a backward retains the graph.
         self.retained = max(0, [*path.saved_after, self.count][retained])
-        self._first_backward = 0 if run.program.history.parts else self.retained
+        self._first_backward = 0 if run.program.history.parts > 1 else self.retained
         self.memories: dict[int, Memory] = {}
         # Memories by step, also those that it writes.
         self.made: list[tuple[int, ...]] = [()] * self.count

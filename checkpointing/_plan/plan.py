@@ -19,7 +19,7 @@ from operator import add
 from torch import Tensor
 
 from .._record import MOST_GROWTH, Hold, Path, Placement, Run, Step, Value
-from .choose import choose, choose_among, choose_first, choose_within
+from .choose import choose, choose_first, choose_within
 from .fill import Filling
 from .groups import Group
 from .model import Model, still_waiting
@@ -36,6 +36,7 @@ class Plan:
     size = 0  # bytes that autograd saves, as the plan assumes
     first_size = 0  # those of the run whose bytes the steps have
     complaint = ""
+    following: Plan | None = None  # at its site, the last time
     parts = 0  # other parts of the block that wait for backward
 
     def __init__(self, path: Path, kept: Iterable[Value] = (), cuts: Iterable[int] = ()) -> None:
@@ -119,9 +120,8 @@ def _planned(model: Model, asked: Placement, others: int, parts: int) -> Plan:
         plan.peak = max(model.live)
         return plan
     if budget is None:
-        if parts and peak is None:
-            return _laid_over(choose_among(stretch, parts))
-        return _laid_over(choose(stretch, None if peak is None else max(0, peak - others)))
+        most = None if peak is None else max(0, peak - others)
+        return _laid_over(choose(stretch, most, parts))
     rest = max(0, budget - others)
     plan = _laid_over(choose_within(stretch, rest))
     if plan.nbytes > rest:

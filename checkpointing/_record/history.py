@@ -25,9 +25,9 @@ class History:
     # where more is held, so with each plan a block would go another way, and be planned anew. The
     # next block holds what a plan keeps from the next backward on, or from its end.
     brings_back = False
-    # Roughly how many others wait for backward while a block runs, if more than one: micro-batches
-    # of a pipeline, or parts of one block, where backwards inside leave what came before, such as
-    # those of a detached copy.
+    # Roughly how many blocks of this site wait for backward while another block runs: micro-batches
+    # of a pipeline, an encoder. Or how many parts of one, where backwards inside leave what came
+    # before, such as those of a detached copy.
     parts = 0
     # Of the last runs; another thread may be in one, too.
     _new: tuple[bool, ...] = ()
@@ -43,10 +43,16 @@ class History:
         return True
 
     def leaves(self, parts: int) -> None:
-        """A backward inside has left so many parts of the block. What plans assume at least doubles
-        each time, since a change means new plans."""
-        if parts > 1 and parts >= 2 * self.parts:
+        """So many parts of a block, or blocks, wait for backward while another one has run. What
+        plans assume at least doubles each time, since a change means new plans."""
+        if parts >= 2 * self.parts:
             self.parts = parts
+
+    def stays_behind(self) -> None:
+        """Another block has run after those of this site."""
+        if len(self.waiting) > self.parts:
+            waiting = [block for block in self.waiting if next(block.wanted({}), None)]
+            self.leaves(2 * len(waiting) - 1)  # what is less than twice as many is no change
 
     def came_in(self, pieces: tuple[int, ...], nbytes: int) -> bool:
         """A block, in which autograd saved so much, was taken in these pieces. Returns whether the

@@ -129,7 +129,8 @@ class Run(Follower):
         self._depth = self._awake
         if any(holder() is not None for holder in self._holders):
             self._parts += 1
-            self.program.history.leaves(self._parts)
+            if self._parts > 1:  # one may be that of a second loss
+                self.program.history.leaves(self._parts)
         else:
             self._parts = 0
             self._holders.clear()

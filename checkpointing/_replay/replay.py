@@ -26,6 +26,7 @@ from .._engine import (
     enter_context,
     enter_switches,
     regions,
+    thread,
     undo_all,
     unpack,
     warn,
@@ -177,9 +178,10 @@ class Replay(Frame):
         run, program, history = self.run, self.run.program, self.run.program.history
         history.brings_back = self._brings_back
         if run.store.placement is not None:
-            waiting = [other for other in history.waiting if next(other.wanted({}), None)]
-            history.leaves(len(waiting))
+            for site in {history, *thread.sites}:
+                site.stays_behind()
             history.waiting.add(self)
+            thread.sites.add(history)
         if run.ends is not None:
             if history.came_in((*self._pieces, id(run.step)), run.ends.saved(run.path)):
                 program.forget()
@@ -207,7 +209,7 @@ class Replay(Frame):
                 run.keep_what_is_there(plan)
         gradients = [each.nbytes for each in self._trained if each.grad is not None]
         self.peak = max(self.peak, plan.peak + sum(gradients))
-        run.program.expected = plan
+        run.program.has_used(plan)
         self._latest = plan, store.first_holder
         if old is not None and plan.size > old.size:
             run.program.grow(plan.size)
