@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, inference_mode, is_grad_enabled, is_inference_mode_enabled
 
@@ -52,7 +52,8 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.sites: WeakSet[Any] = WeakSet()  # of blocks that `auto()` has planned
+        # By history of a site: the blocks that `auto()` has planned there.
+        self.blocks: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
         self.depth = 0
         self.aside = 0
         self.region: Region | None = None

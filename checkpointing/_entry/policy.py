@@ -299,8 +299,8 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
     A plan also serves smaller runs. It is replaced when a run saves more than 1.5 times the bytes,
     or when gradients exist that the plan assumed to be missing.
 
-    The plan assumes that backward begins with the block: put one scope around the whole model and
-    its loss.
+    The first plan assumes that backward begins with the block: put one scope around the whole model
+    and its loss. Later plans know what ran before that, and of `retain_graph=True`.
 
     Args:
         budget: the most bytes that the block keeps for backward, at any moment of the forward. An

@@ -80,7 +80,7 @@ class Model:
         self.never = self.count + 1  # a position after all others
         # The position down to which a backward retains the graph.
         self.retained = max(0, [*path.saved_after, self.count][retained])
-        self._first_backward = 0 if run.program.history.parts > 1 else self.retained
+        self._are_several = run.program.history.parts > 1  # such as micro-batches
         self.memories: dict[int, Memory] = {}
         # Memories by step, also those that it writes.
         self.made: list[tuple[int, ...]] = [()] * self.count
@@ -375,9 +375,11 @@ class Model:
         saves. It works with them, they are gradients that did not exist before, or somebody else
         holds them."""
         pending = [(0, self.count, m.nbytes) for m in self.memories.values() if m.is_theirs]
+        # The position from which gradients are made by another backward, before this one.
+        known = 0 if self._are_several else self.retained
         for number in self._missing:
             first = self._uses[number][0]
-            last = first if first < self._first_backward else self.count
+            last = first if first < known else self.count
             pending.append((0, last, self._gradients[number]))
         pending += self._gradients_of_memories()
         for step in self.path.steps:

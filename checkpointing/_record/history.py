@@ -4,15 +4,12 @@ Where they do, whole paths are planned. Where experts are chosen in each step, l
 or a loop takes another number of turns, blocks are taken in pieces (`pieces.py`).
 """
 
+from collections.abc import Collection
 from typing import Any
-from weakref import WeakSet
 
 
 class History:
     """Which ways the last runs of a site have gone."""
-
-    def __init__(self) -> None:
-        self.waiting: WeakSet[Any] = WeakSet()  # blocks that may wait for backward
 
     in_pieces = False  # whether blocks are taken in pieces
     nbytes = 0  # that the last whole block made, and autograd saved
@@ -48,10 +45,10 @@ class History:
         if parts >= 2 * self.parts:
             self.parts = parts
 
-    def stays_behind(self) -> None:
-        """Another block has run after those of this site."""
-        if len(self.waiting) > self.parts:
-            waiting = [block for block in self.waiting if next(block.wanted({}), None)]
+    def stay_behind(self, blocks: Collection[Any]) -> None:
+        """Another block has run after these, which may wait for backward."""
+        if len(blocks) > self.parts:
+            waiting = [block for block in blocks if next(block.wanted({}), None)]
             self.leaves(2 * len(waiting) - 1)  # what is less than twice as many is no change
 
     def came_in(self, pieces: tuple[int, ...], nbytes: int) -> bool:

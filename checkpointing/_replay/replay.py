@@ -9,7 +9,7 @@ holder runs the window of its group.
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import accumulate, islice
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 from torch import Tensor
 
@@ -178,10 +178,12 @@ class Replay(Frame):
         run, program, history = self.run, self.run.program, self.run.program.history
         history.brings_back = self._brings_back
         if run.store.placement is not None:
-            for site in {history, *thread.sites}:
-                site.stays_behind()
-            history.waiting.add(self)
-            thread.sites.add(history)
+            for site, others in [*thread.blocks.items()]:
+                if others:
+                    site.stay_behind(others)
+                else:
+                    del thread.blocks[site]
+            thread.blocks.setdefault(history, WeakSet()).add(self)
         if run.ends is not None:
             if history.came_in((*self._pieces, id(run.step)), run.ends.saved(run.path)):
                 program.forget()
