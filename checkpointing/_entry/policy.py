@@ -297,10 +297,11 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
     allows. With a `budget`, every new path is planned, a second or more per 1,000 operators.
 
     A plan also serves smaller runs. It is replaced when a run saves more than 1.5 times the bytes,
-    or when gradients exist that the plan assumed to be missing.
+    when gradients exist that the plan assumed to be missing, or when more blocks wait for backward.
 
     The first plan assumes that backward begins with the block: put one scope around the whole model
-    and its loss. Later plans know what ran before that, and of `retain_graph=True`.
+    and its loss. Later plans take into account that other blocks run in between, and that a
+    backward has `retain_graph=True`.
 
     Args:
         budget: the most bytes that the block keeps for backward, at any moment of the forward. An

@@ -6,7 +6,9 @@ a pyramid of convolutions, or where that peak is over 1.5 times the least one, t
 least peak, with room for what parts without grad mode hand on, up to 1.5 times it. Under it, the
 least recompute is taken among a few ways to cut, each filled. Where operators are so small that
 keeping their results takes longer than running them again, only what the cuts need is kept. In the
-end, cuts that make no difference to the peak go.
+end, cuts that make no difference to the peak go. Where blocks wait for backward while others run,
+what they keep is there, too: of a few ways, the one is taken whose peak and kept bytes, once for
+each of these blocks, are the least in sum.
 
 Rejected: spending a fixed part of the least peak on less recompute. Where logits are most of the
 peak, a few percent of it are all the checkpoints of the model; where attention is, they are one of
@@ -49,7 +51,7 @@ def choose(stretch: Stretch, peak: int | None = None, parts: int = 0) -> Filling
             best = bare
     best.join(target if peak is None else 0)
     if peak is None and parts:
-        placed = tight, cuts, _at_blocks(stretch, cuts), ()
+        placed = tight, cuts, _at_blocks(stretch.blocks, cuts), ()
         found = [best, *[_bare(stretch, each) for each in placed]]
         best = min(found, key=lambda way: way.peak + parts * way.nbytes)
     return best
@@ -85,7 +87,7 @@ def choose_first(stretch: Stretch, budget: int) -> Filling:
 
 def _bare(stretch: Stretch, cuts: Iterable[int]) -> Filling:
     """These cuts, with what they need and no more."""
-    filling = Filling(stretch, sorted({*cuts}))
+    filling = Filling(stretch, sorted({*cuts} - {0, stretch.model.count}))
     filling.cut_and_drop()
     return filling
 
@@ -120,25 +122,23 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     runs = [run for run in stretch.blocks if stretch.are_alike(run)]
     if sum([run[-1] - run[0] for run in runs]) < _MAIN_PART * count:
         return 0, cuts
-    ends = {0, count}
     for run in runs:
-        placed = {*run} - ends
-        placed.update([at for at in cuts if not run[0] <= at <= run[-1]])
+        placed = _at_blocks([run], cuts)
         blocks = _bare(stretch, placed)
         if blocks.peak > most:
             continue
-        parts = _bare(stretch, placed.union(stretch.middles(run)) - ends)
+        parts = _bare(stretch, placed.union(stretch.middles(run)))
         best = min(blocks, parts, key=_peak_of)
         peak, cuts = best.peak, best.cuts
     return peak, cuts
 
 
-def _at_blocks(stretch: Stretch, cuts: Cuts) -> set[int]:
-    """Cuts where the blocks begin that repeat; elsewhere, these cuts."""
+def _at_blocks(runs: Iterable[range], cuts: Cuts) -> set[int]:
+    """Where the blocks of these runs begin; elsewhere, these cuts."""
     found = {*cuts}
-    for run in stretch.blocks:
+    for run in runs:
         found = found.difference(range(run[0], run[-1] + 1)).union(run)
-    return found - {0, stretch.model.count}
+    return found
 
 
 def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) -> Filling:

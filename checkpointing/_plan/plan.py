@@ -4,9 +4,9 @@ A plan is made by simulation (`model.py`): where to cut (`cuts.py`), what to kee
 (`fill.py`), for which peak (`choose.py`). In a budget that has no room for that, windows make what
 they deliver in pieces, and these in pieces again.
 
-Invariant: a plan depends on byte counts and positions of the program alone, so it is the same on
-every rank, and in each step. A site whose paths never come again is not planned: its blocks are
-taken in pieces (`Run`).
+Invariant: a plan depends on byte counts and positions of the program, and on what else has waited
+for backward in the last steps. So it is the same on every rank, and in each step like these.
+A site whose paths never come again is not planned: its blocks are taken in pieces (`Run`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Plan:
     first_size = 0  # those of the run whose bytes the steps have
     complaint = ""
     following: Plan | None = None  # at its site, the last time
-    parts = 0  # other parts of the block that wait for backward
+    parts = 0  # other blocks at its site, or parts of the block, that wait for backward
 
     def __init__(self, path: Path, kept: Iterable[Value] = (), cuts: Iterable[int] = ()) -> None:
         self.kept = frozenset(kept)  # what a run should hold
@@ -48,7 +48,7 @@ class Plan:
         self.groups = self.whole.parts
         # The first slot that a backward with `retain_graph=True` has opened: from there on, all
         # stays for another one. And the slot that the plan assumes.
-        self.retained = self.expected = len(path.slots)
+        self.retained = self.assumed = len(path.slots)
 
     def suits(self, run: Run) -> bool:
         """Whether a run has the room that the plan assumes. A plan is not exchanged for one with
@@ -56,7 +56,7 @@ class Plan:
         every change."""
         if run.store.placement is None:
             return True
-        if self.parts != run.program.history.parts or self.retained < self.expected:
+        if self.parts != run.program.history.parts or self.retained < self.assumed:
             return False
         if still_waiting(run, self.waiting) != self.waiting:
             return False
@@ -66,6 +66,10 @@ class Plan:
         """The parameters that have no gradient yet, and get one."""
         waiting = map(run.store.parameter, still_waiting(run, self.path.trained))
         return {parameter for parameter in waiting if parameter is not None}
+
+    def retains(self, slot: int) -> None:
+        """A backward that another one follows has opened this slot."""
+        self.retained = min(self.retained, slot)
 
     def passes(self, step: Step) -> bool:
         """Whether a step is on its path."""
@@ -105,7 +109,7 @@ def plan_of(run: Run, old: Plan | None = None) -> Plan:
         plan = _planned(model, store.placement, store.kept_bytes, run.program.history.parts)
     plan.size, plan.first_size, plan.waiting = size, first_size, waiting
     plan.parts = run.program.history.parts
-    plan.retained = plan.expected = retained
+    plan.retained = plan.assumed = retained
     plan.peak += store.kept_bytes
     plan.complaint = _complaint(plan, store.placement, store.kept_bytes)
     return plan

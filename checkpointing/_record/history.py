@@ -40,8 +40,8 @@ class History:
         return True
 
     def leaves(self, parts: int) -> None:
-        """So many parts of a block, or blocks, wait for backward while another one has run. What
-        plans assume at least doubles each time, since a change means new plans."""
+        """So many blocks, or parts of one, wait for backward while another one runs. What plans
+        assume at least doubles each time, since a change means new plans."""
         if parts >= 2 * self.parts:
             self.parts = parts
 

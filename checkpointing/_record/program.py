@@ -225,8 +225,7 @@ class Program:
         """Leave the tree to the runs that are in it. The next run records a new one."""
         self.root = Step(None, None)
         self.size = 0
-        self.expected: Any = None  # the plan for the next run, as it seems
-        self._last: Any = None  # that of the last run
+        self._last: Any = None  # the plan of the last run
         self.largest = 0  # bytes that autograd saved in the run after which it was recorded anew
 
     def is_written_by(self, run: Any) -> bool:
@@ -239,11 +238,16 @@ class Program:
             return writer is run
 
     def has_used(self, plan: Any) -> None:
-        """A run has ended with this plan. The next one is expected to be as the last time after it:
-        a discriminator and a generator may take turns."""
+        """A run has ended with this plan."""
         if self._last is not None:
             self._last.following = plan
-        self._last, self.expected = plan, plan.following or plan
+        self._last = plan
+
+    @property
+    def expected(self) -> Any:
+        """The plan of the next run, if it is the one that came after the last plan the time before:
+        a discriminator and a generator may take turns."""
+        return self._last and (self._last.following or self._last)
 
     def add(self, step: Step) -> Step:
         """A step that came after its parent for the first time. A tree that has too many steps

@@ -43,11 +43,11 @@ class Stock:
     """What the window of a group starts from in one run."""
 
     def __init__(
-        self, group: Group, held: Mapping[Value, Any], source: Any, slots: Sequence[int]
+        self, plan: Plan, group: Group, held: Mapping[Value, Any], source: Any, slots: Sequence[int]
     ) -> None:
         """`source` is a store, or the stock of which this is a part."""
         values, randoms = group.needs(slots)
-        self.group = group
+        self.plan, self.group = plan, group
         self.held = {value: held[value] for value in values}
         known = source.random
         self.random = {index: known[index] for index in randoms if index in known}
@@ -100,7 +100,6 @@ class Replay(Frame):
     replays: int = 0
     replayed = 0
     plan: Plan | None = None  # when the block has ended
-    _latest: tuple[Plan, int] | None = None  # and its first holder, also while the block runs
     # Of what came before the block began anew: operators, bytes, the largest peak predicted, and
     # parameters that got a gradient.
     _counted = _saved = peak = 0
@@ -175,23 +174,27 @@ class Replay(Frame):
         its plan, if it has one."""
         self.plan = plan = self._hand_over()
         self._trained = frozenset()
-        run, program, history = self.run, self.run.program, self.run.program.history
-        history.brings_back = self._brings_back
+        run, program = self.run, self.run.program
+        program.history.brings_back = self._brings_back
         if run.store.placement is not None:
-            for site, others in [*thread.blocks.items()]:
-                if others:
-                    site.stay_behind(others)
-                else:
-                    del thread.blocks[site]
-            thread.blocks.setdefault(history, WeakSet()).add(self)
+            self._wait()
         if run.ends is not None:
-            if history.came_in((*self._pieces, id(run.step)), run.ends.saved(run.path)):
+            if program.history.came_in((*self._pieces, id(run.step)), run.ends.saved(run.path)):
                 program.forget()
-        elif self.may_have_pieces and history.went(self.is_new):
-            size_pieces(plan.path, history)
+        elif self.may_have_pieces and program.history.went(self.is_new):
+            size_pieces(plan.path, program.history)
             program.forget()
         run.end()
         return plan.complaint
+
+    def _wait(self) -> None:
+        """From here on this block waits for backward. Those that did before have stayed behind."""
+        for site, blocks in [*thread.blocks.items()]:
+            if blocks:
+                site.stay_behind(blocks)
+            else:
+                del thread.blocks[site]
+        thread.blocks.setdefault(self.run.program.history, WeakSet()).add(self)
 
     def _hand_over(self) -> Plan:
         """What windows need goes to the holders. Returns the plan for what the run has done."""
@@ -212,14 +215,13 @@ class Replay(Frame):
         gradients = [each.nbytes for each in self._trained if each.grad is not None]
         self.peak = max(self.peak, plan.peak + sum(gradients))
         run.program.has_used(plan)
-        self._latest = plan, store.first_holder
         if old is not None and plan.size > old.size:
             run.program.grow(plan.size)
         holders: Any = [weak() for weak in self.holders[store.first_holder :]]
         for group in plan.groups_for(run):
             alive = [slot for slot in group.slots if holders[slot] is not None]
             if alive:
-                stock = Stock(group, store.held, store, alive)
+                stock = Stock(plan, group, store.held, store, alive)
                 for slot in alive:
                     holders[slot].stock = stock
         return plan
@@ -306,9 +308,8 @@ class Replay(Frame):
         holders = stock.wanted(self.holders, work)
         window = stock.group.window(holders)
         self.replayed += window.counted
-        if self._latest is not None and _torch.keeps_graph():
-            plan, first = self._latest
-            plan.retained = min(plan.retained, max(0, holder.slot - first))
+        if _torch.keeps_graph():
+            stock.plan.retains(holder.slot - stock.first_holder)
         execution = Execution(window, stock, self, work)
         if self.run.store.movers and self.complete:
             self._prefetch(stock)
@@ -352,7 +353,7 @@ class Replay(Frame):
         for part, mine in stock.group.parts_of(wanted):
             if all(self.at_hand(wanted[slot]) is not None for slot in mine):
                 continue  # they are handed out without it, and it would stay
-            part_stock = Stock(part, held, stock, mine)
+            part_stock = Stock(stock.plan, part, held, stock, mine)
             found.update((stock.first_holder + slot, part_stock) for slot in mine)
         return found
 
