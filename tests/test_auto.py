@@ -1346,15 +1346,16 @@ def test_what_a_convolution_of_frames_without_a_gradient_works_with_is_predicted
 
 
 @pytest.mark.parametrize("is_video", [False, True])
-@pytest.mark.parametrize("wide", [14, 16])
+@pytest.mark.parametrize("wide", [13, 14, 16])
 def test_what_makes_patches_of_images_in_colour_works_with_is_predicted(wide, is_video):
     """Their three channels are not padded. Wide patches have no kernel of their own, which takes
     more for each thread. (Other processors may need less.)"""
+    widest = 14 if "512" in torch.backends.cpu.get_cpu_capability() else 13
     layer = (nn.Conv3d if is_video else nn.Conv2d)(3, 96, wide, wide)
     x = torch.randn(2, wide, 3, 2 * wide, 2 * wide).transpose(1, 2)
     run = scoped(lambda: layer((x if is_video else x[:, :, 0].clone()) / 2).square().mean())
     _, peak = bytes_of(run)
-    most = 4 + 4 * torch.get_num_threads() * (wide > 14)
+    most = 4 + 4 * torch.get_num_threads() * (wide > widest)
     assert peak / 1.1 <= run.scope.stats.peak_predicted <= most * layer.weight.nbytes
 
 

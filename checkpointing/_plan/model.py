@@ -97,7 +97,7 @@ class Model:
         self._saved: set[Value] = set()  # by the slots before
         for step in path.steps:
             self._add(step)
-        alive = {path.memory_of[cell] for cell in run.alive()}
+        alive = self._alive(run)
         self._find_used(alive)
         # Steps that hand views of their gradient on: not where one has read a part of a memory.
         self._joining = {
@@ -108,9 +108,6 @@ class Model:
         }
         for number in range(len(path.slots)):
             self._add_slot(number)
-        for number in self._sent.keys() & self.memories.keys():
-            memory = self.memories[number]
-            memory.dies = max(memory.last_read, self._sent[number])
         given = {path.memory_of[cell] for cell, _ in path.given}
         self._find_final(alive - given)
         # What the block has made and holds in any case; not parameters, which FSDP2 lends.
@@ -128,6 +125,16 @@ class Model:
         spans += [*states, *self._needed_by_backward()]
         # What the steps after it have made is there, too.
         self.backward = self.sums(spans)[1:]
+
+    def _alive(self, run: Run) -> Set[int]:
+        """The memories that are alive at the end."""
+        alive = {self.path.memory_of[cell] for cell in run.alive()} - self._sent.keys()
+        for number in self._sent.keys() & self.memories.keys():
+            memory = self.memories[number]
+            memory.dies = max(memory.last_read, self._sent[number])
+            if memory.dies == self.count - 1:
+                alive.add(number)
+        return alive
 
     def _find_used(self, alive: Set[int]) -> None:
         """Find what gets a gradient: what lives on, the last result, and what leads to these. A

@@ -104,7 +104,7 @@ LOSSES = {
 
 def scratch_of(func: Any, args: Any, result: Any) -> int:
     """The bytes that the backward of an operator allocates, beside gradients. For convolutions on a
-    CPU, those of oneDNN with AVX-512."""
+    CPU, those of oneDNN with AVX-512 or AVX2."""
     if func is _CONVOLUTION:
         return int(_scratch_of_convolution(result, *args))
     if func is _BATCH_NORM and args[0].is_cpu:
@@ -201,10 +201,11 @@ def _copies_in_order(
 
 
 _COLOURS = 3  # the channels of an image
-_WIDEST = 14  # the kernels that oneDNN has code of its own for
+# The channels that oneDNN puts side by side, and the widest kernels that it has code of its own for.
+_SIDE_BY_SIDE, _WIDEST = (16, 14) if "512" in torch.backends.cpu.get_cpu_capability() else (8, 13)
 _BUFFER = 1 << 19  # bytes of each thread
 
 
 def _padding(channels: int) -> float:
-    """By which factor the number of channels grows where kernels pad it to blocks of 16."""
-    return -(-channels // 16) * 16 / max(1, channels)
+    """By which factor the number of channels grows where kernels pad it to whole blocks."""
+    return -(-channels // _SIDE_BY_SIDE) * _SIDE_BY_SIDE / max(1, channels)
