@@ -1,6 +1,7 @@
 """Checkpoints that place themselves: the memory that they leave, and the same ones each time."""
 
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -951,6 +952,39 @@ def test_steps_of_two_networks_in_turn_need_no_more_than_with_torchs(is_one):
             loss.backward()
 
     theirs, ours = peaks_beside_torch(step, nn.ModuleList([one, other]))
+    assert ours <= theirs
+
+
+@NO_ROOM
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_optimizers_in_hooks_of_a_backward_inside_a_scope_need_no_more_than_with_torchs(kind):
+    """They write parameters that the scope holds while its backward runs."""
+    layers = nn.ModuleList(programs.Block(32, 2) for _ in range(6))
+    first = copy.deepcopy(layers.state_dict())
+    x, nowhere = torch.randn(8, 64, 32), contextlib.nullcontext
+    optimizers = {weight: kind([weight], lr=0.1) for weight in layers.parameters()}
+
+    def update(weight):
+        optimizers[weight].step()
+        weight.grad = None
+
+    for weight in layers.parameters():
+        weight.register_post_accumulate_grad_hook(update)
+
+    def step(call, scope):
+        with scope():
+            through(each_called(call, layers), x).square().mean().backward()
+
+    def trained(scope):
+        layers.load_state_dict(first)
+        for optimizer in optimizers.values():
+            optimizer.state.clear()
+        for _ in range(3):
+            step(lambda block, y: block(y), scope)
+        return [bits(weight) for weight in layers.parameters()]
+
+    assert trained(lambda: checkpoint_scope(auto())) == trained(nowhere)
+    theirs, ours = peaks_beside_torch(step, layers)
     assert ours <= theirs
 
 

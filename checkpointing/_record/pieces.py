@@ -24,6 +24,7 @@ from torch import Tensor
 from .. import _torch
 from .._engine import Aliased, Held
 from .history import History
+from .ops import Info
 from .path import Path
 from .program import Cells, First, Hold, Step
 
@@ -88,10 +89,17 @@ class Pieces:
             if type(held) is Aliased and not asked.is_lent:
                 self._held[_torch.storage_of(held.packed)][held] = asked
 
-    def hold_at(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether something is held where these are."""
-        storages = self._held.keys() & map(_torch.storage_of, tensors)
-        return any(self._held[storage] for storage in storages)
+    def hear_of(self, info: Info, targets: Iterable[Tensor]) -> bool:
+        """Whether an operator that nobody records writes where something is held. Parameters that
+        are held there are copied, and that is all: optimizers write them, also from hooks."""
+        storages = self._held.keys() & map(_torch.storage_of, targets)
+        there = [each for storage in storages for each in self._held[storage].items()]
+        if not all([asked.is_parameter for _, asked in there]):
+            return True
+        for held, _ in there:
+            if would_change(info, held):
+                held.freeze()
+        return False
 
     def before_write(self, step: Step, targets: Iterable[Tensor]) -> None:
         """Copy what is held where a step writes."""
@@ -112,8 +120,13 @@ def must_copy(step: Step, held: Held, asked: Hold) -> bool:
     """Whether something held is to be copied before a step writes there."""
     if step.updates:  # statistics, without counting a version up: a replay would notice
         return asked.is_read
+    return would_change(step.info, held)
+
+
+def would_change(info: Info, held: Held) -> bool:
+    """Whether an operator that writes there would be the first to change something held."""
     # A custom operator, or a block inside, may have counted versions up already.
-    return step.info.custom or step.info.is_uncounted or not held.is_stale
+    return info.custom or info.is_uncounted or not held.is_stale
 
 
 class Sizes:

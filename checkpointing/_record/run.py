@@ -140,7 +140,7 @@ class Run(Follower):
     def _hears_of(self, info: Info, args: Any, kwargs: Any) -> bool:
         """Whether an operator writes where something is held for backward."""
         pieces, written = self.store.pieces, info.targets_of(args, kwargs)
-        return pieces is not None and pieces.hold_at(written)
+        return pieces is not None and pieces.hear_of(info, written)
 
     def adopt(self, tensor: Tensor, slot: Slot) -> None:
         """While the block still runs, a backward inside it has brought a value back in other
