@@ -306,3 +306,35 @@ def test_what_a_backward_inside_brings_back_is_not_held():
         loss = (g * h).sum()
     assert scope.stats.bytes_held == 0
     loss.backward()
+
+
+@pytest.mark.parametrize("when", ["before", "in", "in, afterwards"])
+def test_what_a_block_holds_of_a_momentum_encoder(when):
+    """A copy, if it writes the parameters and reads them."""
+    weights = [torch.eye(64) for _ in range(4)]
+    encoder = nn.ParameterList([nn.Parameter(w, requires_grad=False) for w in weights])
+    x, y = torch.ones(2, 64), torch.ones(2, 64, requires_grad=True)
+
+    def update():
+        with torch.no_grad():
+            for weight in encoder:
+                weight.mul_(0.5)
+
+    def run():
+        if when == "before":
+            update()
+        with checkpoint_scope():
+            if when == "in":
+                update()
+            with torch.no_grad():
+                target = functools.reduce(torch.mm, encoder, x)
+            if when == "in, afterwards":
+                update()
+            return (y.sin() - target).square().sum()
+
+    run().backward()
+    held = memory_of(run).held
+    if when != "before":
+        assert held >= sum(weight.nbytes for weight in encoder)
+    else:
+        assert held <= 4 * y.nbytes

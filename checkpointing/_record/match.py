@@ -21,7 +21,6 @@ from .. import _torch
 from .._engine import is_parameter, root_of
 from .program import (
     NO_STRIDES,
-    NOT_WRITTEN,
     ON_MADE,
     OWN,
     ZEROS,
@@ -143,8 +142,7 @@ class Matcher:
             return str(tensor.layout)
         place = _storage_id(tensor)
         cells, known = self._cells, self._outside.get(place)
-        held = self._store.held
-        if known is not None and ((known, NOT_WRITTEN) in held or self._is_at(known, place)):
+        if known is not None and (self._store.keeps(known) or self._is_at(known, place)):
             return known
         number = self._meeting.get(place, len(met))
         if number < len(met) and _storage_of(met[number]) == place:

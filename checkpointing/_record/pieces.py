@@ -94,7 +94,7 @@ class Pieces:
         are held there are copied, and that is all: optimizers write them, also from hooks."""
         storages = self._held.keys() & map(_torch.storage_of, targets)
         there = [each for storage in storages for each in self._held[storage].items()]
-        if not all([asked.is_parameter for _, asked in there]):
+        if not all(asked.is_parameter for _, asked in there):
             return True
         for held, _ in there:
             if would_change(info, held):

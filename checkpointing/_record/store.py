@@ -98,6 +98,11 @@ class Store:
         held = self.held.get((cell, NOT_WRITTEN))
         return held.packed if type(held) is Aliased and held.is_parameter else None
 
+    def keeps(self, cell: int) -> bool:
+        """Whether the memory that was first in a cell is held. A parameter that is held by itself
+        may have got other memory since."""
+        return (cell, NOT_WRITTEN) in self.held and self.parameter(cell) is None
+
     def close(self) -> None:
         """The block has ended."""
         self.settle()

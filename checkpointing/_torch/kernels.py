@@ -201,7 +201,7 @@ def _copies_in_order(
 
 
 _COLOURS = 3  # the channels of an image
-# The channels that oneDNN puts side by side, and the widest kernels that it has code of its own for.
+# How many channels oneDNN puts side by side, and the widest kernels that it has code for.
 _SIDE_BY_SIDE, _WIDEST = (16, 14) if "512" in torch.backends.cpu.get_cpu_capability() else (8, 13)
 _BUFFER = 1 << 19  # bytes of each thread
 

@@ -323,6 +323,28 @@ def test_nothing_grows_with_the_number_of_programs(monkeypatch):
 CHANGES = "sizes", "sizes and branches", "accumulated gradients", "gradients inside"
 
 
+def test_parameters_that_get_other_memory_in_a_block_are_known_again(monkeypatch):
+    """As those of a momentum encoder: memory that they had may be that of others then."""
+    planned = []
+    plan_of = replay.plan_of
+    monkeypatch.setattr(replay, "plan_of", lambda *given: planned.append(1) or plan_of(*given))
+    model, encoder = (
+        nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+        for _ in range(2)
+    )
+    encoder.requires_grad_(False)
+    oracle.with_gradients(model.parameters())
+    clear_programs()
+    for _ in range(6):
+        x = torch.randn(4, 64)
+        with checkpoint_scope(policy=auto()):
+            for mine, other in zip(encoder.parameters(), model.parameters(), strict=True):
+                mine.data = mine.data * 0.9 + other.data * 0.1
+            loss = (model(x) - encoder(x)).square().sum()
+        loss.backward()
+    assert len(planned) == 1
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_plan_is_not_made_anew_at_every_change(change, monkeypatch):
     """Sizes that come and go, and gradients that exist at every other step, share one plan. What a
