@@ -89,16 +89,18 @@ class Pieces:
             if type(held) is Aliased and not asked.is_lent:
                 self._held[_torch.storage_of(held.packed)][held] = asked
 
-    def hear_of(self, info: Info, targets: Iterable[Tensor]) -> bool:
-        """Whether an operator that nobody records writes where something is held. Parameters that
-        are held there are copied, and that is all: optimizers write them, also from hooks."""
-        storages = self._held.keys() & map(_torch.storage_of, targets)
-        there = [each for storage in storages for each in self._held[storage].items()]
-        if not all(asked.is_parameter for _, asked in there):
-            return True
-        for held, _ in there:
-            if would_change(info, held):
-                held.freeze()
+    def hear_of(self, info: Info, targets: Sequence[Tensor]) -> bool:
+        """Whether an operator that nobody records writes where something is held. What is held of
+        parameters is copied, and that is all: optimizers write them, also from hooks. (FSDP2, which
+        gathers them, writes to other tensors.)"""
+        found = [self._held[s] for s in self._held.keys() & map(_torch.storage_of, targets)]
+        if not all(map(_torch.is_whole_parameter, targets)):
+            return any(found)
+        for there in found:
+            for held in [*there]:
+                if would_change(info, held):
+                    held.freeze()
+                    del there[held]
         return False
 
     def before_write(self, step: Step, targets: Iterable[Tensor]) -> None:
@@ -111,9 +113,11 @@ class Pieces:
 
     def _copy(self, step: Step, storages: Set[int | None]) -> None:
         for storage in self._held.keys() & storages:
-            for held, asked in self._held[storage].items():
+            there = self._held[storage]
+            for held, asked in [*there.items()]:
                 if must_copy(step, held, asked):
                     held.freeze()
+                    del there[held]
 
 
 def must_copy(step: Step, held: Held, asked: Hold) -> bool:
