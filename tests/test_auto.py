@@ -988,6 +988,26 @@ def test_optimizers_in_hooks_of_a_backward_inside_a_scope_need_no_more_than_with
     assert ours <= theirs
 
 
+@NO_ROOM
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_loss_whose_backward_comes_later_needs_no_more_than_with_torchs(is_used):
+    """Or never comes, as that of a metric. What it has saved is there meanwhile."""
+    trunk, one, other = (nn.ModuleList(programs.Block(32, 2) for _ in range(n)) for n in (8, 4, 4))
+    x = torch.randn(8, 64, 32)
+
+    def step(call, scope):
+        with scope():
+            y = through(each_called(call, trunk), x)
+            first = through(each_called(call, one), y).square().mean()
+            second = through(each_called(call, other), y.detach()).square().mean()
+        first.backward()
+        if is_used:
+            second.backward()
+
+    theirs, ours = peaks_beside_torch(step, nn.ModuleList([trunk, one, other]))
+    assert ours <= theirs
+
+
 @pytest.mark.parametrize("shift", [None, 3.0])
 def test_labels_made_first_do_not_bring_the_first_layers_back(shift):
     """The window of the loss makes them anew: they are quickly made, and the layers are not."""

@@ -36,6 +36,7 @@ from .._record import Ends, Path, Pieces, Run, Value, size_pieces
 from .execution import Execution, Work
 
 _MUCH, _NEARLY_ALL = 1 << 26, 0.9  # bytes that a block saves, and the part that backward needs
+_OF_A_NODE = 16  # tensors: no node of the graph saves more
 _AHEAD = 2  # how many offloaded tensors are prefetched
 
 
@@ -307,9 +308,11 @@ class Replay(Frame):
         stock = self._part_of(holder, work)
         holders = stock.wanted(self.holders, work)
         window = stock.group.window(holders)
-        self.replayed += window.counted
         if _torch.keeps_graph():
             stock.plan.retains(holder.slot - stock.first_holder)
+        elif not self.replayed:
+            self._begins_with(stock)
+        self.replayed += window.counted
         execution = Execution(window, stock, self, work)
         if self.run.store.movers and self.complete:
             self._prefetch(stock)
@@ -321,6 +324,13 @@ class Replay(Frame):
             if check is not None and (found := check(tensor)) != holder.metadata:
                 self.note_mismatch(holder, found, tensor, work)
             work[holder.slot] = tensor
+
+    def _begins_with(self, stock: Stock) -> None:
+        """Backward begins with a window of these. What comes later waits, such as a second loss."""
+        end = stock.first_holder + max(stock.group.slots) + 1
+        later = [holder for weak in self.holders[end:] if (holder := weak()) is not None]
+        if len(later) > _OF_A_NODE:
+            self.run.program.history.leaves(1)
 
     def _part_of(self, holder: Holder, work: Work) -> Stock:
         """What the window of a holder starts from. Where the run has not held it, it is made now,
