@@ -299,9 +299,10 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
     A plan also serves smaller runs. It is replaced when a run saves more than 1.5 times the bytes,
     when gradients exist that the plan assumed to be missing, or when more blocks wait for backward.
 
-    The first plan assumes that backward begins with the block: put one scope around the whole model
-    and its loss. Later plans take into account that other blocks run in between, and that a
-    backward has `retain_graph=True`.
+    The first plan assumes that backward begins at the end of the block: put one scope around the
+    whole model and its loss. Later plans take into account that other blocks run in between, that
+    some of what the block has saved waits for a later backward, and that a backward has
+    `retain_graph=True`.
 
     Args:
         budget: the most bytes that the block keeps for backward, at any moment of the forward. An

@@ -24,7 +24,7 @@ class History:
     brings_back = False
     # Roughly how many blocks of this site wait for backward while another block runs: micro-batches
     # of a pipeline, an encoder. Or how many parts of one, where backwards inside leave what came
-    # before, such as those of a detached copy.
+    # before, such as those of a detached copy; 1 if backward begins before the end of a block.
     parts = 0
     # Of the last runs; another thread may be in one, too.
     _new: tuple[bool, ...] = ()

@@ -326,7 +326,8 @@ class Replay(Frame):
             work[holder.slot] = tensor
 
     def _begins_with(self, stock: Stock) -> None:
-        """Backward begins with a window of these. What comes later waits, such as a second loss."""
+        """Backward begins with a window of this. What comes after it waits, such as a second loss
+        that is differentiated later."""
         end = stock.first_holder + max(stock.group.slots) + 1
         later = [holder for weak in self.holders[end:] if (holder := weak()) is not None]
         if len(later) > _OF_A_NODE:
