@@ -36,7 +36,7 @@ from .._record import Ends, Path, Pieces, Run, Value, size_pieces
 from .execution import Execution, Work
 
 _MUCH, _NEARLY_ALL = 1 << 26, 0.9  # bytes that a block saves, and the part that backward needs
-_OF_A_NODE = 16  # tensors: no node of the graph saves more
+_OF_A_NODE = 16  # tensors: few nodes of the graph save more
 _AHEAD = 2  # how many offloaded tensors are prefetched
 
 

@@ -320,9 +320,6 @@ def test_nothing_grows_with_the_number_of_programs(monkeypatch):
     assert not alive
 
 
-CHANGES = "sizes", "sizes and branches", "accumulated gradients", "gradients inside"
-
-
 def test_parameters_that_get_other_memory_in_a_block_are_known_again(monkeypatch):
     """As those of a momentum encoder: memory that they had may be that of others then."""
     planned = []
@@ -343,6 +340,9 @@ def test_parameters_that_get_other_memory_in_a_block_are_known_again(monkeypatch
             loss = (model(x) - encoder(x)).square().sum()
         loss.backward()
     assert len(planned) == 1
+
+
+CHANGES = "sizes", "sizes and branches", "accumulated gradients", "gradients inside"
 
 
 @pytest.mark.parametrize("change", CHANGES)
