@@ -112,7 +112,15 @@ def measured(ways):
 # ---- for pytest-benchmark
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+NO_KERNELS = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="this CPU has no kernels for bf16: a step takes minutes",
+)
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(name, marks=NO_KERNELS if DTYPES[name] else ()) for name in DTYPES]
+)
 @pytest.mark.parametrize("name", MODELS)
 def bench_real_model(benchmark, name, dtype):
     """The bits of plain. Memory and recompute are counted, so they are asserted even in a quick
