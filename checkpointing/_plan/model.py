@@ -127,8 +127,8 @@ class Model:
         self.backward = self.sums(spans)[1:]
 
     def _alive(self, run: Run) -> Set[int]:
-        """The memories that are alive at the end. Those that others have got die with their last
-        use, whatever is alive."""
+        """The memories that are alive at the end. Those that were handed to other processes count
+        as gone after their last use, even if a thread of the backend still holds them."""
         alive = {self.path.memory_of[cell] for cell in run.alive()} - self._sent.keys()
         for number in self._sent.keys() & self.memories.keys():
             memory = self.memories[number]

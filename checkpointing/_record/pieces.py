@@ -16,6 +16,7 @@ checkpoint around each layer; it is 1.0 to 1.2 times now.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -93,29 +94,26 @@ class Pieces:
         """Whether an operator that nobody records writes where something is held. What is held of
         parameters is copied, and that is all: optimizers write them, also from hooks. (FSDP2, which
         gathers them, writes to other tensors.)"""
-        found = [self._held[s] for s in self._held.keys() & map(_torch.storage_of, targets)]
+        storages = {*map(_torch.storage_of, targets)}
         if not all(map(_torch.is_whole_parameter, targets)):
-            return any(found)
-        for there in found:
-            for held in [*there]:
-                if would_change(info, held):
-                    held.freeze()
-                    del there[held]
+            return any(self._held[storage] for storage in self._held.keys() & storages)
+        self._copy(storages, lambda held, _: would_change(info, held))
         return False
 
     def before_write(self, step: Step, targets: Iterable[Tensor]) -> None:
         """Copy what is held where a step writes."""
-        self._copy(step, {*map(_torch.storage_of, targets)})
+        self._copy({*map(_torch.storage_of, targets)}, partial(must_copy, step))
 
     def before_unseen_write(self, step: Step) -> None:
         """Anything may be written."""
-        self._copy(step, {*self._held})
+        self._copy({*self._held}, partial(must_copy, step))
 
-    def _copy(self, step: Step, storages: Set[int | None]) -> None:
+    def _copy(self, storages: Set[int | None], is_changed: Callable[[Held, Hold], bool]) -> None:
+        """Copy what is about to be changed there. It is in memory of its own then."""
         for storage in self._held.keys() & storages:
             there = self._held[storage]
             for held, asked in [*there.items()]:
-                if must_copy(step, held, asked):
+                if is_changed(held, asked):
                     held.freeze()
                     del there[held]
 

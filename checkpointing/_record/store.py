@@ -100,7 +100,7 @@ class Store:
 
     def keeps(self, cell: int) -> bool:
         """Whether the memory that was first in a cell is held. A parameter that is held by itself
-        may have got other memory since."""
+        may have other memory by now, as in a momentum encoder (`weight.data = ...`)."""
         return (cell, NOT_WRITTEN) in self.held and self.parameter(cell) is None
 
     def close(self) -> None:

@@ -329,8 +329,8 @@ class Replay(Frame):
         """Backward begins with a window of this. What comes after it waits, such as a second loss
         that is differentiated later."""
         end = stock.first_holder + max(stock.group.slots) + 1
-        later = [holder for weak in self.holders[end:] if (holder := weak()) is not None]
-        if len(later) > _OF_A_NODE:
+        later = sum([holder() is not None for holder in self.holders[end:]])
+        if later > _OF_A_NODE:
             self.run.program.history.leaves(1)
 
     def _part_of(self, holder: Holder, work: Work) -> Stock:

@@ -201,11 +201,11 @@ def _copies_in_order(
 
 
 _COLOURS = 3  # the channels of an image
-# How many channels oneDNN puts side by side, and the widest kernels that it has code for.
-_SIDE_BY_SIDE, _WIDEST = (16, 14) if "512" in torch.backends.cpu.get_cpu_capability() else (8, 13)
+# Of oneDNN: the channels in a block of its layouts, and the widest kernels that it has code for.
+_BLOCK, _WIDEST = (16, 14) if "512" in torch.backends.cpu.get_cpu_capability() else (8, 13)
 _BUFFER = 1 << 19  # bytes of each thread
 
 
 def _padding(channels: int) -> float:
     """By which factor the number of channels grows where kernels pad it to whole blocks."""
-    return -(-channels // _SIDE_BY_SIDE) * _SIDE_BY_SIDE / max(1, channels)
+    return -(-channels // _BLOCK) * _BLOCK / max(1, channels)
