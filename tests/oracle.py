@@ -172,6 +172,17 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
+def by_turns(rows: Iterable[tuple[Any, ...]], options: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Each row once, with that option which its items have met least often."""
+    met: Counter[Any] = Counter()
+    found = []
+    for row in rows:
+        option = min(options, key=lambda one: sum(met[item, one] for item in enumerate(row)))
+        met.update((item, option) for item in enumerate(row))
+        found.append((*row, option))
+    return found
+
+
 def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]

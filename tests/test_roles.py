@@ -7,7 +7,19 @@ import itertools
 
 import pytest
 import torch
-from oracle import EACH_WAY, NO_ROOM, PLANNED, bits, leaf, plain, planned, scope, seed, weigh
+from oracle import (
+    EACH_WAY,
+    NO_ROOM,
+    PLANNED,
+    bits,
+    by_turns,
+    leaf,
+    plain,
+    planned,
+    scope,
+    seed,
+    weigh,
+)
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -52,12 +64,15 @@ def gradients(function, hooks=contextlib.nullcontext, make=lambda: (leaf(4, 4), 
 of = functools.partial  # a program through these doors: a function of two tensors
 
 
+wanted = functools.cache(lambda program, *more: gradients(of(program, *more, plain)))
+
+
 def assert_right_or_refused(want, function, hooks=contextlib.nullcontext):
     try:
         have = gradients(function, hooks)
     except CheckpointError:
         return False
-    assert have == gradients(want)
+    assert have == want
     return True
 
 
@@ -68,13 +83,9 @@ AROUND = pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
 
 
 def in_hooks_by_turns(names, *tables):
-    """Each without hooks around, and in one kind by turns; names are looked up in these tables."""
-    some = [(*each, hooks) for i, each in enumerate(names) for hooks in ("no hooks", NTH[i % 3])]
-    tables = *tables, HOOKS
-    return [pytest.param(*map(dict.__getitem__, tables, each), id=str(each)) for each in some]
-
-
-NTH = [name for name in HOOKS if name != "no hooks"]
+    """Each row of names, looked up in these tables, with one kind of hooks or none."""
+    rows, tables = by_turns(names, HOOKS), (*tables, HOOKS)
+    return [pytest.param(*map(dict.__getitem__, tables, row), id=str(row)) for row in rows]
 
 
 def reads_and_writes(write, region, reader, x, w):
@@ -97,17 +108,16 @@ WRITES = {
         lambda a, w: region(lambda w: WRITES["argument"](region, a, w) * 2)(w)
     )(a, w),
 }
-READERS = itertools.cycle(["the same", "rerun", "scope"])  # by turns
 WRITTEN = itertools.product(OUTER, [*INNER, "compat"], WRITES)
 READ = in_hooks_by_turns(
-    [(*each, next(READERS)) for each in WRITTEN], *TWO, WRITES, REGIONS | {"the same": None}
+    by_turns(WRITTEN, ["the same", "rerun", "scope"]), *TWO, WRITES, REGIONS | {"the same": None}
 )
 
 
 @pytest.mark.parametrize(("outer", "inner", "write", "reader", "hooks"), READ)
 def test_a_region_that_writes_what_another_one_reads(outer, inner, write, reader, hooks):
     """In the forward and in each recompute, which writes what is its own; of one kind or two."""
-    want = of(reads_and_writes, write, plain, plain)
+    want = wanted(reads_and_writes, write, plain)
     nested = outer(of(reads_and_writes, write, inner, reader or inner))
     works = assert_right_or_refused(want, nested, hooks)
     assert works or (write is WRITES["view"] and hooks is not contextlib.nullcontext)
@@ -123,7 +133,8 @@ def test_a_rerun_that_writes_a_tensor_and_reads_its_memory_elsewhere(outer, inne
         a = x * 1.5
         return region(lambda a, other, w: (a.mul_(3) + other).sin() * w)(a, a.data, w)
 
-    works = assert_right_or_refused(of(program, plain), outer(of(program, inner)), hooks)
+    want = gradients(of(program, plain))
+    works = assert_right_or_refused(want, outer(of(program, inner)), hooks)
     assert works or hooks is not contextlib.nullcontext
 
 
@@ -133,7 +144,7 @@ def test_a_rerun_that_writes_a_tensor_and_reads_its_memory_elsewhere(outer, inne
 def test_a_region_that_writes_what_is_from_outside_of_all(write, door, hooks):
     """Refused, or right where hooks have made copies; the second time, too."""
     program = lambda door, x, w: WRITES[write](door, x * 1.5, w)
-    works = assert_right_or_refused(of(program, plain), of(program, door), hooks)
+    works = assert_right_or_refused(gradients(of(program, plain)), of(program, door), hooks)
     assert not (works and hooks in (contextlib.nullcontext, save_on_cpu))
     with pytest.raises(CheckpointError, match="backend='replay'"):
         gradients(of(program, door))
@@ -151,8 +162,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "hooks"), in_hooks_by_turns(zip(LAYOUTS), LAYOUTS))
-def test_layouts_stay(layout, hooks):
+KEPT = {"keep": keep, "nothing": lambda t: t}
+KEPT["once"], KEPT["once, new"] = map(checkpointing.forward_only, (lambda t: t, lambda t: t + 0))
+LAID = by_turns(itertools.product(REGIONS, KEPT, ["given", "made inside"]), HOOKS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_stay(layout):
     """Strides decide in which order kernels add."""
     seen = []
 
@@ -160,17 +176,16 @@ def test_layouts_stay(layout, hooks):
         seen.append(t.stride())
         return t.sum(-1).exp().mean() * t.mean()
 
-    def found(is_given, kept, door, hooks):
+    def found(place, kept, door, hooks=contextlib.nullcontext):
         seen.clear()
-        inside = lambda x: door(lambda: reduce(kept(layout((x * 2).exp()))))()
-        given = lambda x: door(lambda t: reduce(kept(t)))(layout((x * 2).exp()))
-        return gradients(given if is_given else inside, hooks, lambda: [leaf(20, 100)]), {*seen}
+        inside = lambda x: door(lambda: reduce(kept(LAYOUTS[layout]((x * 2).exp()))))()
+        given = lambda x: door(lambda t: reduce(kept(t)))(LAYOUTS[layout]((x * 2).exp()))
+        function = given if place == "given" else inside
+        return gradients(function, hooks, lambda: [leaf(20, 100)]), {*seen}
 
-    only = [checkpointing.forward_only(kept) for kept in (lambda t: t, lambda t: t + 0)]
-    for kept in (keep, lambda t: t, *only):
-        want = found(False, kept, plain, contextlib.nullcontext)
-        for is_given, door in itertools.product((False, True), REGIONS.values()):
-            assert found(is_given, kept, door, hooks) == want
+    want = {name: found("made inside", kept, plain) for name, kept in KEPT.items()}
+    for region, kept, place, hooks in LAID:
+        assert found(place, KEPT[kept], REGIONS[region], HOOKS[hooks]) == want[kept]
 
 
 def test_kept_values_are_written_where_they_are_read():
@@ -203,21 +218,24 @@ def test_what_is_the_users_is_put_back():
 SEEN = {"conjugate": lambda z: z.conj().t(), "negated": lambda z: z.conj().imag}
 
 
-@AROUND
-@pytest.mark.parametrize("inner", ["replay", "planned", "offload planned"])
-@pytest.mark.parametrize("outer", REGIONS)
-@pytest.mark.parametrize("seen", SEEN)
+KEEPERS = ["replay", "planned", "offload planned"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "outer", "inner", "hooks"),
+    in_hooks_by_turns(itertools.product(SEEN, REGIONS, KEEPERS), SEEN, *TWO),
+)
 def test_a_kept_tensor_is_the_conjugate_or_negated_view_that_it_was(seen, outer, inner, hooks):
     """Recorded operators read the bits in memory."""
 
     def function(outer, inner, kept):
         def body(x, w):
-            v = kept(SEEN[seen](torch.complex(x, w)))
+            v = kept(seen(torch.complex(x, w)))
             return (v.real if v.is_complex() else v).square().sin()
 
         return lambda x, w: outer(inner(body))(x, w)
 
-    have = gradients(function(REGIONS[outer], REGIONS[inner], keep), hooks)
+    have = gradients(function(outer, inner, keep), hooks)
     assert have == gradients(function(plain, plain, lambda t: t))
 
 
@@ -228,27 +246,26 @@ VIEWS = {
 }
 
 
-@AROUND
-@pytest.mark.parametrize("inner", ["plain", *INNER])
-@pytest.mark.parametrize("outer", OUTER)
-@pytest.mark.parametrize("view", VIEWS)
+def of_a_view(view, outer, around, inner):
+    product = inner(lambda x, v: (v + 1).cos() * x * v)
+    body = around(lambda x, v: (product(x, v) + v.sin() * x).exp())
+
+    def function(x, w):
+        v = VIEWS[view]()
+        y = outer(lambda x, v: body(x, v).sin())(x[:2], v)
+        return y * w[:2] if view == "no_grad" else y * w[:2] + v
+
+    return function
+
+
+VIEWED = by_turns(itertools.product(VIEWS, OUTER, ["plain", *INNER]), HOOKS)
+
+
+@pytest.mark.parametrize(("view", "outer", "inner", "hooks"), VIEWED, ids=str)
 def test_a_view_that_no_operator_of_the_graph_made_is_what_it_was(view, outer, inner, hooks):
     """Hooks bring it back as a leaf of its own."""
-
-    def function(outer, around, inner):
-        product = inner(lambda x, v: (v + 1).cos() * x * v)
-        body = around(lambda x, v: (product(x, v) + v.sin() * x).exp())
-
-        def called(x, w):
-            v = VIEWS[view]()
-            y = outer(lambda x, v: body(x, v).sin())(x[:2], v)
-            return y * w[:2] if view == "no_grad" else y * w[:2] + v
-
-        return called
-
-    inside = REGIONS.get(inner, plain)
-    have = gradients(function(REGIONS[outer], checkpointed, inside), hooks)
-    assert have == gradients(function(plain, plain, plain))
+    nested = of_a_view(view, REGIONS[outer], checkpointed, REGIONS.get(inner, plain))
+    assert gradients(nested, HOOKS[hooks]) == gradients(of_a_view(view, plain, plain, plain))
 
 
 def test_slots_that_have_shifted_are_a_mismatch():
@@ -276,7 +293,7 @@ def test_tensors_that_have_left_their_memory_are_not_found_there(region):
         return x
 
     want = gradients(function)
-    for _ in range(10):
+    for _ in range(6):
         checkpointing.clear_programs()
         assert gradients(checkpointed(REGIONS[region](function))) == want
 
