@@ -7,7 +7,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
-from oracle import NO_ROOM, Pair, SavesItsOutput, apply, bits, called, differences, observe, weigh
+from oracle import (
+    NO_ROOM,
+    Pair,
+    SavesItsOutput,
+    apply,
+    bits,
+    by_turns,
+    called,
+    differences,
+    observe,
+    weigh,
+)
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -104,13 +115,14 @@ ONE = [(word, early_stop) for word in "crsapb" for early_stop in (True, False)]
 NESTS = "cc", "ss", "sc", "cs", "cr", "rs", "csc", "scs", "pp", "pc", "cp", "sb"
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize(("word", "early_stop"), [*ONE, *((word, True) for word in NESTS)])
-def test_regions_in_any_nesting_are_the_plain_program(program, word, early_stop):
+TURNS = by_turns([(program, *one) for program in PROGRAMS for one in ONE], [True, False])
+TURNS += itertools.product(PROGRAMS, NESTS, [True], [True])
+
+
+@pytest.mark.parametrize(("program", "word", "early_stop", "computed"), TURNS)
+def test_regions_in_any_nesting_are_the_plain_program(program, word, early_stop, computed):
     """f ~ c(f) ~ c(c(f)) ~ s(c(f)) and so on, with gradients up to the third order."""
-    is_one = len(word) == 1
-    for computed in (False, True) if is_one else (True,):
-        assert_same(program, word, early_stop, computed, order=3 if is_one else 2)
+    assert_same(program, word, early_stop, computed, order=3 if len(word) == 1 else 2)
 
 
 SHORT = ["".join(letters) for n in (2, 3) for letters in itertools.product("crsg", repeat=n)]
@@ -122,7 +134,7 @@ def test_gradients_in_every_order_of_nesting(word):
     assert_same(Programs.dropout, word)
 
 
-@settings(max_examples=60)
+@settings(max_examples=36)
 @given(
     word=st.text("crsgapb", min_size=4, max_size=6).filter(lambda w: w.count("g") <= 3),
     early_stop=st.booleans(),

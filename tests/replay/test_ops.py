@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SHARDS = 16
 ALL = os.environ.get("CHECKPOINTING_OPS") == "all"
 # By default replay in one form, and a rerun by turns.
-WHERE = [("replay", "rerun"), ("scope",), ("planned",)]
+WHERE = [("replay", "rerun"), ("scope",), ("planned",), ("replay",), ("scope",), ("planned",)]
 if ALL:
     WHERE = [("rerun", "replay", "scope", "planned")]
 F64, C128, F32, BF16 = torch.float64, torch.complex128, torch.float32, torch.bfloat16
@@ -36,9 +36,9 @@ def dtypes_of(op, number):
     supported = op.supported_dtypes("cpu")
     if F64 in supported:
         yield F64
-    if C128 in supported and (ALL or number % 6 == 0 or F64 not in supported):
+    if C128 in supported and (ALL or number % 10 == 0 or F64 not in supported):
         yield C128
-    if number % 8 == 0:
+    if number % 13 == 0:
         yield from (d for d in (F32, BF16) if d in supported)
     if not supported & {F64, C128}:
         yield from sorted(supported, key=str)[:1]

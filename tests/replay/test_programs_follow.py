@@ -12,7 +12,7 @@ from oracle import NO_ROOM, at_once, bits, planned, python_calls, replay, scope,
 from checkpointing import clear_programs
 
 pytestmark = NO_ROOM
-STEPS = (0, 0, 1, 0, 2, 3, 1, 3, 4, 4, 0, 5, 2)
+STEPS = (0, 0, 1, 0, 2, 3, 1, 3, 4, 4, 5)
 FOLLOWED = ("scope", "replay", "planned", "scope in rerun")
 # A rerun refuses these: they exchange parameters, or write what was there before.
 NOT_IN_RERUN = words("""
@@ -32,12 +32,12 @@ def test_a_block_that_changes_from_step_to_step(name, door):
     steps = [(name, n) for n in STEPS]
     check(door, steps)
     if name not in NOT_LATE and door.startswith("scope"):
-        check(door, steps, late=True)
+        check(door, [(name, n) for n in (0, 1, 1, 2, 0, 3, 4, 5)], late=True)
 
 
 @pytest.mark.parametrize("door", FOLLOWED)
 def test_programs_of_all_shapes_through_one_site(door):
-    steps = [(name, n) for name, each in pairs() if each == door for n in (0, 1, 2, 1)]
+    steps = [(name, n) for name, each in pairs() if each == door for n in (1, 2, 1)]
     random.Random(5).shuffle(steps)
     check(door, steps)
 
@@ -62,7 +62,7 @@ def test_threads_through_one_site(door, quick_switches):
             assert gradients(region, n * (k + 1) % 8) == want[n * (k + 1) % 8]
 
     want, region = [gradients(f, n) for n in range(8)], door(f)
-    for _ in range(3):
+    for _ in range(2):
         clear_programs()
         at_once(*(functools.partial(work, k) for k in range(4)))
 
