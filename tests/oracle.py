@@ -177,8 +177,9 @@ def by_turns(rows: Iterable[tuple[Any, ...]], options: Iterable[Any]) -> list[tu
     met: Counter[Any] = Counter()
     found = []
     for row in rows:
-        option = min(options, key=lambda one: sum(met[item, one] for item in enumerate(row)))
-        met.update((item, option) for item in enumerate(row))
+        often = lambda one, row=row: (sum(met[item, one] for item in enumerate(row)), met[one])
+        option = min(options, key=often)
+        met.update([option, *((item, option) for item in enumerate(row))])
         found.append((*row, option))
     return found
 
