@@ -3,22 +3,12 @@
 import functools
 import itertools
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
-from oracle import (
-    NO_ROOM,
-    Pair,
-    SavesItsOutput,
-    apply,
-    bits,
-    by_turns,
-    called,
-    differences,
-    observe,
-    weigh,
-)
+from oracle import NO_ROOM, apply, bits, by_turns, called, differences, observe, weigh
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -79,8 +69,8 @@ class Programs:
 
     @of_two
     def custom_functions(x, w):
-        a, b = Pair.apply(x.exp(), w.sin().expand(3, 4))
-        return (SavesItsOutput.apply(a) * b).tanh()
+        a, b = oracle.Pair.apply(x.exp(), w.sin().expand(3, 4))
+        return (oracle.SavesItsOutput.apply(a) * b).tanh()
 
     def small_model():
         layers = nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 4)
