@@ -153,7 +153,7 @@ LAYOUTS = {
 
 KEPT = {"keep": keep, "nothing": lambda t: t}
 KEPT["once"], KEPT["once, new"] = map(checkpointing.forward_only, (lambda t: t, lambda t: t + 0))
-LAID = by_turns(itertools.product(REGIONS, KEPT, ["given", "made inside"]), HOOKS)
+LAID = by_turns(by_turns(itertools.product(REGIONS, KEPT), ["given", "made inside"]), HOOKS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -12,7 +12,7 @@ from oracle import NO_ROOM, at_once, bits, by_turns, planned, python_calls, repl
 from checkpointing import clear_programs
 
 pytestmark = NO_ROOM
-STEPS = (0, 0, 1, 0, 2, 3, 1, 3, 4, 4, 5)
+STEPS = (0, 0, 1, 0, 2, 3, 1, 3, 4, 5)
 FOLLOWED = ("scope", "replay", "planned", "scope in rerun")
 # A rerun refuses these: they exchange parameters, or write what was there before.
 NOT_IN_RERUN = words("""
