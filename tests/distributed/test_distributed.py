@@ -13,7 +13,7 @@ from checkpointing import Stats
 GLOO = dist.is_available() and dist.is_gloo_available()
 pytestmark = pytest.mark.skipif(not GLOO, reason="needs gloo")
 if dist.is_available():
-    from ranks import PROGRAMS, doors
+    from ranks import PROGRAMS, N, doors
 
 SECONDS = 280  # for everything, with processes of others beside; forty on two idle cores
 FILE = str(Path(__file__).with_name("ranks.py"))
@@ -81,7 +81,7 @@ def test_gathered_parameters_are_not_held(table, name, door):
         found = [Stats(*stats) for _, stats, _ in row["scopes"]]
         return sum(stats.bytes_held + stats.bytes_kept for stats in found)
 
-    assert held(name, door) <= held("ddp", "scope") + 4 * 32 * 8 * 8
+    assert held(name, door) <= held("ddp", "scope") + N * 32 * 8 * 8
 
 
 def test_parameters_that_are_not_there(table):
