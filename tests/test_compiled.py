@@ -102,8 +102,7 @@ def test_compiled_before_inside_and_after_a_block(compiler):
             assert replayed == {"aot_eager": 8, "inductor": 1, "shown": 1}[compiler.name]
 
 
-@pytest.mark.parametrize("door", ["scope", "planned"])
-def test_what_compiled_code_writes_in_place_is_noticed(compiler, door):
+def test_what_compiled_code_writes_in_place_is_noticed(compiler):
     """Also where no operator shows it; between two other writes; and after parts were filled."""
     double = compiler(lambda x: x.mul_(2))
 
@@ -124,7 +123,9 @@ def test_what_compiled_code_writes_in_place_is_noticed(compiler, door):
             loss = loss + (parts * x).sin().sum()
         return torch.autograd.grad(loss, x)[0]
 
-    assert torch.equal(gradient("plain"), gradient(door))
+    want = gradient("plain")
+    for door in ("scope", "planned"):
+        assert torch.equal(gradient(door), want), door
 
 
 def breaks(x):
@@ -147,14 +148,14 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("word", ["s", "r", "cs"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_compiled_code_in_regions_of_every_kind(name, word):
-    run = torch.compile(breaks, backend="aot_eager")
-
-    program, x = functools.partial(PROGRAMS[name], run), torch.randn(4, 8, requires_grad=True)
-    want, have = (torch.autograd.grad(f(x).sum(), x)[0] for f in (program, apply(word, program)))
-    assert torch.equal(want, have)
+def test_compiled_code_in_regions_of_every_kind(name):
+    program = functools.partial(PROGRAMS[name], torch.compile(breaks, backend="aot_eager"))
+    x = torch.randn(4, 8, requires_grad=True)
+    (want,) = torch.autograd.grad(program(x).sum(), x)
+    for word in ("s", "r", "cs"):
+        (have,) = torch.autograd.grad(apply(word, program)(x).sum(), x)
+        assert torch.equal(want, have), word
 
 
 @pytest.mark.parametrize("door", [scope, replay])
@@ -231,22 +232,27 @@ def assert_right_for_others(graph):
     assert all(map(torch.equal, *found))
 
 
+def traced(function, mode):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(slopes(function), tracing_mode=mode)(torch.randn(4, 4), torch.randn(4, 4))
+
+
 def targets(traced):
     return [str(node.target) for node in traced.graph.nodes]
+
+
+@functools.cache
+def targets_of_plain_code(mode):
+    return targets(traced(kept_and_dropped, mode))
 
 
 @pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("door", TRACED)
 def test_traced_by_make_fx(door, tracing_mode):
     """The graph is that of plain code, and holds no activation of the traced run."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def traced(function):
-        trace = make_fx(slopes(function), tracing_mode=tracing_mode)
-        return trace(torch.randn(4, 4), torch.randn(4, 4))
-
-    have, want = traced(TRACED[door](kept_and_dropped)), traced(kept_and_dropped)
-    assert targets(have) == targets(want)
+    have = traced(TRACED[door](kept_and_dropped), tracing_mode)
+    assert targets(have) == targets_of_plain_code(tracing_mode)
     assert_right_for_others(have)
     x = torch.ones(3, requires_grad=True)
     with checkpoint_scope() as scope:  # which works as ever after that
@@ -423,13 +429,13 @@ def test_in_the_place_of_torchs_function(monkeypatch):
     assert products(kept(theirs), fullgraph=True) == [2, 4]
 
 
-@pytest.mark.parametrize("door", [ours.checkpoint(use_reentrant=False), checkpointed])
-def test_compiled_autograd_over_eager_regions(door):
+def test_compiled_autograd_over_eager_regions():
     """The recompute stays in eager mode, since a compiled one would save other tensors."""
-    runs, (x, y) = [], arguments()
-    result = door(lambda x, y: (runs.append(1), fn(x, y))[1])(x, y).sum()
-    compiler = functools.partial(torch.compile, backend="aot_eager")
-    with torch._dynamo.compiled_autograd._enable(compiler):
-        result.backward()
-    assert runs == [1, 1]
-    torch.testing.assert_close((x.grad, y.grad), torch.autograd.grad(fn(x, y).sum(), (x, y)))
+    compiler = functools.partial(torch.compile, backend="eager")
+    for door in (BEGUN, checkpointed):
+        runs, (x, y) = [], arguments()
+        result = door(lambda x, y: (runs.append(1), fn(x, y))[1])(x, y).sum()  # noqa: B023
+        with torch._dynamo.compiled_autograd._enable(compiler):
+            result.backward()
+        assert runs == [1, 1]
+        torch.testing.assert_close((x.grad, y.grad), torch.autograd.grad(fn(x, y).sum(), (x, y)))

@@ -214,7 +214,7 @@ def in_sequence(call, step):
 @program("fsdp2, inside", where="inside")
 @program("fsdp2, inside, mixed precision", where="inside", mp_policy=MIXED)
 @program("fsdp2, around")
-@program("fsdp2, around, deep", n=10)
+@program("fsdp2, around, deep", n=6)
 @program("fsdp2, around, not resharded", **KEPT)
 @program("fsdp2, around, two forwards", step=two_forwards)
 @program("fsdp2, around, frozen", frozen=True)
