@@ -261,7 +261,3 @@ def main():
     of = lambda kind: {case: outcome(kind, run) for case, run in CASES.items()}
     print(json.dumps({name: of(kind) for name, kind in KINDS.items()}))
     del library
-
-
-if __name__ == "__main__":
-    main()

@@ -87,8 +87,8 @@ FURTHER = {
     "varying": varying,
 }
 
-ROUTERS = [(choose, find) for choose in ("topk", "sort", "argmax") for find in FIND]
-ROUTERS += [(choose, "where") for choose in CHOOSE if (choose, "where") not in ROUTERS]
+ROUTERS = [("topk", find) for find in FIND]
+ROUTERS += zip([*CHOOSE][1:], itertools.cycle(FIND))
 ROUTES = {f"{choose}, {find}": routed(CHOOSE[choose], FIND[find]) for choose, find in ROUTERS}
 
 

@@ -3,6 +3,7 @@ is process-wide. The README's programs run, and its two commands are what CI tak
 
 import ast
 import contextlib
+import functools
 import gc
 import re
 import sys
@@ -35,15 +36,17 @@ def imports(tree):
                 yield node.level, node.module or "", alias.name, alias.asname
 
 
+@functools.cache
 def inner_imports(name):
     """What a file imports from this package, as paths in it."""
-    here = name.split(".")
+    here, found = name.split("."), []
     for level, module, part, _ in imports(TREES[name]):
         if level == 0 and module.partition(".")[0] != "checkpointing":
             continue
         base = here[:-level] if level else []
         inside = module if level else module.partition(".")[2]
-        yield ".".join([*base, inside or part])
+        found.append(".".join([*base, inside or part]))
+    return found
 
 
 def torch_names(tree):
@@ -75,6 +78,7 @@ def reached(start, next_of):
     return found
 
 
+@functools.cache
 def rooms_below(room):
     """The folders, and files at the top, from which a room imports."""
     paths = [other for name in FILES if room_of(name) == room for other in inner_imports(name)]

@@ -2,13 +2,12 @@
 
 import functools
 import json
-from pathlib import Path
 
 import fake_accelerator
 import pytest
 import torch
 import torch.nn.functional as F
-from beside import Program
+from beside import Code
 from oracle import DOORS, EACH_DOOR, NO_ROOM, same_bits
 from torch import nn
 
@@ -202,8 +201,8 @@ def test_without_preserving_replay_is_exact_and_stashes_nothing(door):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    program = Program("-W", "error", fake_accelerator.__file__, cwd=Path(__file__).parents[1])
-    return json.loads(program.output)
+    code = "import warnings, fake_accelerator as it; warnings.simplefilter('error'); it.main()"
+    return json.loads(Code(code).output)
 
 
 @pytest.mark.parametrize("kind", fake_accelerator.KINDS)
