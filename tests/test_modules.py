@@ -193,21 +193,23 @@ REGIONS = {
 
 COPIES = {
     "deepcopy": copy.deepcopy,
-    "AveragedModel": lambda model: AveragedModel(model).module,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
 }
 WITH_FORWARDS = {
     **COPIES,
+    "AveragedModel": lambda model: AveragedModel(model).module,
     "pickled by the forward of a block": lambda model: pickle.loads(
         pickle.dumps((model.layers[0].forward, model))
     )[1],
     "after a forward": lambda model: copy.deepcopy((model.layers[1].forward, model))[1],
 }
+# Of options the two that choose the backend in all ways, the others by turns.
+WAYS = dict.fromkeys(("rerun", "replay"), WITH_FORWARDS)
+WAYS |= {"policy": [*WITH_FORWARDS][::2], "checks": [*WITH_FORWARDS][1::2]}
 
 
 @pytest.mark.parametrize(
-    ("regions", "how"),
-    [(name, how) for name in REGIONS for how in (WITH_FORWARDS if name in OPTIONS else COPIES)],
+    ("regions", "how"), [(name, how) for name in REGIONS for how in WAYS.get(name, COPIES)]
 )
 def test_copies_run_their_own_parameters_in_regions(regions, how):
     """And get the gradients; the original's are left alone, and it still runs its own."""
