@@ -2,6 +2,7 @@
 of the drop-in becomes torch's own operator for checkpointed regions."""
 
 import functools
+import itertools
 import shutil
 from contextlib import nullcontext
 
@@ -247,8 +248,12 @@ def targets_of_plain_code(mode):
     return targets(traced(kept_and_dropped, mode))
 
 
-@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
-@pytest.mark.parametrize("door", TRACED)
+MODES = ["real", "fake", "symbolic"]
+SIMPLE = ["scope", "planned", "replay", "rerun"]  # the others by turns
+NESTS = zip((door for door in TRACED if door not in SIMPLE), itertools.cycle(MODES))
+
+
+@pytest.mark.parametrize(("door", "tracing_mode"), [*itertools.product(SIMPLE, MODES), *NESTS])
 def test_traced_by_make_fx(door, tracing_mode):
     """The graph is that of plain code, and holds no activation of the traced run."""
     have = traced(TRACED[door](kept_and_dropped), tracing_mode)
