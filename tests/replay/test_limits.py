@@ -1,4 +1,4 @@
-"""The limits of replay, one test for each row of the table in LIMITS.md, and `opaque()`."""
+"""The limits of replay, one test for each section of LIMITS.md about them, and `opaque()`."""
 
 import threading
 from contextlib import nullcontext, suppress
