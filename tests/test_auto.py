@@ -183,8 +183,8 @@ def test_kept_values_go_while_backward_runs():
 
 def test_casts_of_weights_are_no_reason_against_a_checkpoint():
     """They are made again from the weights; autocast may begin before the scope or inside of it."""
-    cast, forward = torch.autocast("cpu", torch.bfloat16), programs.transformer(12, 64)
-    by_hand = bytes_of(cast(programs.transformer(12, 64, by_hand=True)))[1]
+    cast, forward = torch.autocast("cpu", torch.bfloat16), programs.transformer(8, 64, 1, 32)
+    by_hand = bytes_of(cast(programs.transformer(8, 64, 1, 32, by_hand=True)))[1]
     for run in (cast(scoped(forward)), scoped(cast(forward))):
         assert bytes_of(run)[1] <= 1.15 * by_hand
 
@@ -297,10 +297,10 @@ def test_the_last_stretch_is_not_made_again():
 
 
 BUILDS = {
-    "transformer": lambda: programs.transformer(4, 32, 2, 32, dropout=0.1),
-    "outputs": lambda: programs.lstm(10, 16, 4, outputs=True),
+    "transformer": lambda: programs.transformer(3, 32, 2, 32, dropout=0.1),
+    "outputs": lambda: programs.lstm(6, 16, 4, outputs=True),
     "unet": lambda: programs.unet(4, 3, 1, 32),
-    "chain": lambda: programs.chain(30, 16, 16),
+    "chain": lambda: programs.chain(20, 16, 16),
 }
 
 
@@ -354,7 +354,7 @@ def gradients(build, wrap):
     return bits([*first, *again, *second, *buffers, torch.get_rng_state()])
 
 
-def net(depth=6, tag=lambda t, name: t, keep=lambda t: t):
+def net(depth=4, tag=lambda t, name: t, keep=lambda t: t):
     """Dropout, batch norm, in-place operators and views; tags and kept values on request."""
     layers = nn.ModuleList(
         nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.2))
@@ -448,7 +448,7 @@ def inner_regions():
     """A checkpointed function and a scope in each layer, with a kept value in either."""
     function = checkpointed(lambda y: torch.dropout(keep(y).tanh(), 0.3, True))
     inside = scope(lambda y: keep(y.sin()).exp())
-    return net(6, keep=lambda y: inside(function(y)))
+    return net(keep=lambda y: inside(function(y)))
 
 
 def in_scope(fn, policy):
@@ -464,7 +464,7 @@ NESTINGS = {
     "kept by hand": lambda fn, policy: in_scope(lambda: keep(fn()), policy),
     "offloaded": lambda fn, policy: oracle.in_hooks(in_scope(fn, policy)),
 }
-SCHEDULES = [(net, "scope", budget) for budget in (None, 9000, 20_000)]
+SCHEDULES = [(net, "scope", budget) for budget in (None, 6000, 13_000)]
 SCHEDULES += [(in_place, "scope", budget) for budget in (None, 2100, 1)]
 SCHEDULES += [(sums, "scope", budget) for budget in (None, 3000, 25_000)]
 SCHEDULES += [
@@ -472,7 +472,7 @@ SCHEDULES += [
     for how in WRITES
     for budget in (None, 100, 1)
 ]
-SCHEDULES += [(build, door, 2100) for build in (net, inner_regions) for door in NESTINGS]
+SCHEDULES += [(build, door, 1400) for build in (net, inner_regions) for door in NESTINGS]
 
 
 @functools.cache
@@ -719,7 +719,7 @@ def test_how_long_a_tensor_is_sent_decides_nothing(options):
 
 def test_a_state_that_is_written_in_place_is_kept():
     """The state of a GRU: no window has to run the steps of time before its own."""
-    net, x = nn.GRU(128, 128, 2), torch.randn(10, 512, 128, requires_grad=True)
+    net, x = nn.GRU(64, 64, 2), torch.randn(10, 128, 64, requires_grad=True)
     run = scoped(lambda: net(x)[0].sum())
     for _ in range(3):
         run().backward()
@@ -817,39 +817,147 @@ def test_noise_that_all_layers_read_may_be_drawn_in_the_block():
     assert peak(lambda: torch.randn(1, 256)) <= 1.05 * peak(lambda: before)
 
 
-@NO_ROOM
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("first", ["loss", "table"])
-def test_a_graph_that_is_retained_for_a_second_loss_needs_no_more_than_with_torchs(first, fresh):
-    """What is kept stays for the next backward. One for the table alone comes only to the end."""
-    layers, table = nn.ModuleList(programs.Block(32, 2) for _ in range(6)), nn.Linear(32, 8)
-    model, x = nn.ModuleList([layers, table]), torch.randn(8, 64, 32)
-
-    def losses(call):
-        y = through(each_called(call, layers), x)
-        return table(y).square().mean(), y.exp().mean()
-
-    def step(forward):
-        one, two = forward()
-        one.backward(retain_graph=True, inputs=[table.weight] if first == "table" else None)
-        return one + two
-
-    theirs = functools.partial(losses, functools.partial(checkpoint, use_reentrant=False))
-    ours = scoped(lambda: losses(lambda block, y: block(y)))
-    found = []
-    for forward in (theirs, ours):
-        model.zero_grad(set_to_none=fresh)
-        for _ in range(3):
-            step(forward).backward()
-            model.zero_grad(set_to_none=fresh)
-        found.append(memory_of(lambda forward=forward: step(forward)).peak)
-    assert found[1] <= found[0]
-    assert abs(ours.scope.stats.peak_predicted / found[1] - 1) <= 0.1
+def blocks(count):
+    return nn.ModuleList(programs.Block(32, 2) for _ in range(count))
 
 
-def peaks_beside_torch(step, model):
-    """Of a later step, with torch's checkpoint around each block, and ours. `step` gets what calls
-    a block, and what makes a scope. Gradients are None before it."""
+def loss_of(call, layers, x):
+    return through(each_called(call, layers), x).square().mean()
+
+
+class Steps:
+    """Each gives a model, and a step with what calls a block and what makes a scope."""
+
+    def a_graph_that_is_retained_for_a_second_loss(first):
+        """What is kept stays for the next backward. One for the table alone comes only to the
+        end."""
+        layers, table, x = blocks(6), nn.Linear(32, 8), torch.randn(8, 64, 32)
+
+        def step(call, scope):
+            with scope():
+                y = through(each_called(call, layers), x)
+                one, two = table(y).square().mean(), y.exp().mean()
+            one.backward(retain_graph=True, inputs=[table.weight] if first == "table" else None)
+            (one + two).backward()
+
+        return nn.ModuleList([layers, table]), step
+
+    def backwards_inside_a_scope(of_one_graph):
+        """Of two losses, or of two batches."""
+        layers, x = blocks(6), torch.randn(8, 64, 32)
+
+        def step(call, scope):
+            def losses():
+                y = through(each_called(call, layers), x)
+                return y.square().mean(), y.exp().mean()
+
+            with scope():
+                if of_one_graph:
+                    one, two = losses()
+                    one.backward(retain_graph=True)
+                    two.backward()
+                else:
+                    sum(losses()).backward()
+                    sum(losses()).backward()
+
+        return layers, step
+
+    def scopes_that_wait_together(each):
+        """What one keeps is there while others run: layers, or an encoder and a decoder."""
+        layers, x = blocks(8), torch.randn(8, 64, 32)
+
+        def step(call, scope):
+            y = x
+            for start in range(0, 8, each):
+                with scope():
+                    y = through(each_called(call, layers[start : start + each]), y)
+            y.square().mean().backward()
+
+        return layers, step
+
+    def micro_batches():
+        layers, x = blocks(8), torch.randn(8, 64, 32)
+
+        def step(call, scope):
+            losses = []
+            for part in x.chunk(4):
+                with scope():
+                    losses.append(loss_of(call, layers, part))
+            for loss in losses:
+                loss.backward()
+
+        return layers, step
+
+    def two_networks_in_turn(is_one):
+        """In one scope, or in one of two for each of them: what a run holds is told by the plan
+        that came next the last time."""
+        one, other = blocks(4), blocks(4)
+        x, real = torch.randn(8, 64, 32), torch.randn(8, 64, 32)
+
+        def step(call, scope):
+            inner = contextlib.nullcontext if is_one else scope
+            with scope() if is_one else contextlib.nullcontext():
+                with inner():
+                    made = through(each_called(call, one), x)
+                    loss = loss_of(call, other, real) - loss_of(call, other, made.detach())
+                loss.backward()
+                with torch.no_grad():
+                    for weight in other.parameters():
+                        weight.sub_(weight.grad)
+                with inner():
+                    loss = loss_of(call, other, made)
+                loss.backward()
+
+        return nn.ModuleList([one, other]), step
+
+    def a_loss_whose_backward_comes_later(is_used):
+        """Or never comes, as that of a metric. What it has saved is there meanwhile."""
+        trunk, one, other, x = blocks(8), blocks(4), blocks(4), torch.randn(8, 64, 32)
+
+        def step(call, scope):
+            with scope():
+                y = through(each_called(call, trunk), x)
+                first, second = loss_of(call, one, y), loss_of(call, other, y.detach())
+            first.backward()
+            if is_used:
+                second.backward()
+
+        return nn.ModuleList([trunk, one, other]), step
+
+    def stages_of_blocks():
+        """Of those, there are three in each stage: what repeats more often are the stages."""
+        widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64, 128, 128, 128]
+        stages = nn.ModuleList(Residual(*each) for each in itertools.pairwise(widths))
+        x = torch.randn(2, 16, 64, 64)
+
+        def step(call, scope):
+            with scope():
+                loss = loss_of(call, stages, x)
+            loss.backward()
+
+        return stages, step
+
+
+class Residual(nn.Module):
+    """Of a ResNet: normalisation and activation come first. The first one of a stage halves."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        stride = 1 + (inputs < outputs)
+        self.before, self.after = nn.BatchNorm2d(inputs), nn.BatchNorm2d(outputs)
+        self.one = nn.Conv2d(inputs, outputs, 3, stride, 1)
+        self.two = nn.Conv2d(outputs, outputs, 3, 1, 1)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, 2) if stride == 2 else None
+
+    def forward(self, x):
+        y = self.before(x).relu()
+        beside = x if self.shortcut is None else self.shortcut(y)
+        return self.two(self.after(self.one(y)).relu()) + beside
+
+
+def peaks_beside_torch(step, model, fresh=True):
+    """Of a later step, with torch's checkpoint around each block, and ours, and our last scope.
+    Gradients are None before it, or zeros."""
     nothing = torch.zeros((), requires_grad=True)
 
     def peak(call, scope):
@@ -860,108 +968,44 @@ def peaks_beside_torch(step, model):
         model.zero_grad()
         for _ in range(3):
             run()
-            model.zero_grad()
+            model.zero_grad(set_to_none=fresh)
         return memory_of(run).peak
 
+    def entered():
+        entered.last = checkpoint_scope(auto())
+        return entered.last
+
     theirs = peak(functools.partial(checkpoint, use_reentrant=False), contextlib.nullcontext)
-    return theirs, peak(lambda block, y: block(y), lambda: checkpoint_scope(auto()))
+    return theirs, peak(lambda block, y: block(y), entered), entered.last
+
+
+STEPS = [  # with words for it, whether gradients are None before it, how far a plan may be off
+    *((Steps.a_graph_that_is_retained_for_a_second_loss, "loss", fresh, 0.1) for fresh in (0, 1)),
+    *((Steps.a_graph_that_is_retained_for_a_second_loss, "table", fresh, 0.1) for fresh in (0, 1)),
+    *((Steps.backwards_inside_a_scope, of_one, True, 0.05) for of_one in (True, False)),
+    *((Steps.scopes_that_wait_together, each, True, None) for each in (1, 4)),
+    (Steps.micro_batches, None, True, None),
+    *((Steps.two_networks_in_turn, is_one, True, None) for is_one in (True, False)),
+    *((Steps.a_loss_whose_backward_comes_later, is_used, True, None) for is_used in (True, False)),
+    (Steps.stages_of_blocks, None, True, None),
+]
 
 
 @NO_ROOM
-@pytest.mark.parametrize("of_one_graph", [True, False])
-def test_backwards_inside_a_scope_need_no_more_than_with_torchs(of_one_graph):
-    """Of two losses, or of two batches, without gradients before the first one."""
-    layers = nn.ModuleList(programs.Block(32, 2) for _ in range(6))
-    x, entered = torch.randn(8, 64, 32), []
-
-    def step(call, scope):
-        def losses():
-            y = through(each_called(call, layers), x)
-            return y.square().mean(), y.exp().mean()
-
-        with scope() as block:
-            if of_one_graph:
-                one, two = losses()
-                one.backward(retain_graph=True)
-                two.backward()
-            else:
-                sum(losses()).backward()
-                sum(losses()).backward()
-        entered.append(block)
-
-    theirs, ours = peaks_beside_torch(step, layers)
+@pytest.mark.parametrize(("build", "how", "fresh", "off"), STEPS)
+def test_a_step_needs_no_more_than_with_a_checkpoint_around_each_block(build, how, fresh, off):
+    model, step = build() if how is None else build(how)
+    theirs, ours, scope = peaks_beside_torch(step, model, fresh)
     assert ours <= theirs
-    assert abs(entered[-1].stats.peak_predicted / ours - 1) <= 0.05
-
-
-@NO_ROOM
-@pytest.mark.parametrize("kind", ["layers", "an encoder and a decoder", "micro-batches"])
-def test_scopes_that_wait_together_need_no_more_than_with_torchs(kind):
-    """What one keeps is there while others run."""
-    layers = nn.ModuleList(programs.Block(32, 2) for _ in range(8))
-    x = torch.randn(8, 64, 32)
-
-    def step(call, scope):
-        y = x
-        if kind == "micro-batches":
-            losses = []
-            for part in x.chunk(4):
-                with scope():
-                    losses.append(through(each_called(call, layers), part).square().mean())
-            for loss in losses:
-                loss.backward()
-            return
-        if kind == "layers":
-            for layer in layers:
-                with scope():
-                    y = call(layer, y)
-        else:
-            with scope():
-                y = through(each_called(call, layers[:4]), y)
-            with scope():
-                y = through(each_called(call, layers[4:]), y)
-        y.square().mean().backward()
-
-    theirs, ours = peaks_beside_torch(step, layers)
-    assert ours <= theirs
-
-
-@NO_ROOM
-@pytest.mark.parametrize("is_one", [True, False])
-def test_steps_of_two_networks_in_turn_need_no_more_than_with_torchs(is_one):
-    """In one scope, or in one of two for each of them: what a run holds is told by the plan that
-    came next the last time."""
-    one, other = (nn.ModuleList(programs.Block(32, 2) for _ in range(4)) for _ in range(2))
-    x, real = torch.randn(8, 64, 32), torch.randn(8, 64, 32)
-
-    def step(call, scope):
-        judge = lambda y: through(each_called(call, other), y).square().mean()
-        inner, outer = (
-            (contextlib.nullcontext, scope) if is_one else (scope, contextlib.nullcontext)
-        )
-        with outer():
-            with inner():
-                made = through(each_called(call, one), x)
-                loss = judge(real) - judge(made.detach())
-            loss.backward()
-            with torch.no_grad():
-                for weight in other.parameters():
-                    weight.sub_(weight.grad)
-            with inner():
-                loss = judge(made)
-            loss.backward()
-
-    theirs, ours = peaks_beside_torch(step, nn.ModuleList([one, other]))
-    assert ours <= theirs
+    assert off is None or abs(scope.stats.peak_predicted / ours - 1) <= off
 
 
 @NO_ROOM
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_optimizers_in_hooks_of_a_backward_inside_a_scope_need_no_more_than_with_torchs(kind):
     """They write parameters that the scope holds while its backward runs."""
-    layers = nn.ModuleList(programs.Block(32, 2) for _ in range(6))
+    layers, x = blocks(6), torch.randn(8, 64, 32)
     first = copy.deepcopy(layers.state_dict())
-    x, nowhere = torch.randn(8, 64, 32), contextlib.nullcontext
     optimizers = {weight: kind([weight], lr=0.1) for weight in layers.parameters()}
 
     def update(weight):
@@ -973,7 +1017,7 @@ def test_optimizers_in_hooks_of_a_backward_inside_a_scope_need_no_more_than_with
 
     def step(call, scope):
         with scope():
-            through(each_called(call, layers), x).square().mean().backward()
+            loss_of(call, layers, x).backward()
 
     def trained(scope):
         layers.load_state_dict(first)
@@ -983,28 +1027,8 @@ def test_optimizers_in_hooks_of_a_backward_inside_a_scope_need_no_more_than_with
             step(lambda block, y: block(y), scope)
         return [bits(weight) for weight in layers.parameters()]
 
-    assert trained(lambda: checkpoint_scope(auto())) == trained(nowhere)
-    theirs, ours = peaks_beside_torch(step, layers)
-    assert ours <= theirs
-
-
-@NO_ROOM
-@pytest.mark.parametrize("is_used", [True, False])
-def test_a_loss_whose_backward_comes_later_needs_no_more_than_with_torchs(is_used):
-    """Or never comes, as that of a metric. What it has saved is there meanwhile."""
-    trunk, one, other = (nn.ModuleList(programs.Block(32, 2) for _ in range(n)) for n in (8, 4, 4))
-    x = torch.randn(8, 64, 32)
-
-    def step(call, scope):
-        with scope():
-            y = through(each_called(call, trunk), x)
-            first = through(each_called(call, one), y).square().mean()
-            second = through(each_called(call, other), y.detach()).square().mean()
-        first.backward()
-        if is_used:
-            second.backward()
-
-    theirs, ours = peaks_beside_torch(step, nn.ModuleList([trunk, one, other]))
+    assert trained(lambda: checkpoint_scope(auto())) == trained(contextlib.nullcontext)
+    theirs, ours, _ = peaks_beside_torch(step, layers)
     assert ours <= theirs
 
 
@@ -1029,7 +1053,7 @@ def test_labels_made_first_do_not_bring_the_first_layers_back(shift):
 
 def test_a_path_needs_little_more_after_another_one():
     """What the plan of the last run keeps is let go where this run goes another way."""
-    layers = nn.ModuleList(programs.Block(32, 4) for _ in range(12))
+    layers = nn.ModuleList(programs.Block(32, 4) for _ in range(9))
     oracle.with_gradients(layers.parameters())
     x = torch.randn(4, 64, 32)
 
@@ -1037,19 +1061,19 @@ def test_a_path_needs_little_more_after_another_one():
         with checkpoint_scope(auto()):
             return through(layers[:depth], x).square().mean()
 
-    for depth in (4, 12, 8, 4, 12, 8):
+    for depth in (3, 9, 6, 3, 9, 6):
         forward(depth).backward()
     peaks = {}
-    for before, depth in ((12, 12), (4, 12), (8, 12), (8, 8), (4, 8), (12, 8), (4, 11)):
+    for before, depth in ((9, 9), (3, 9), (6, 9), (6, 6), (3, 6), (9, 6), (3, 8)):
         forward(before).backward()
         peaks[before, depth] = memory_of(lambda: forward(depth)).peak  # noqa: B023
     for (before, depth), peak in peaks.items():
-        assert peak <= 1.15 * peaks.get((depth, depth), peaks[12, 12]), (before, depth)
+        assert peak <= 1.15 * peaks.get((depth, depth), peaks[9, 9]), (before, depth)
 
 
 def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():
     """After many others at this site, so that its blocks were taken in pieces."""
-    forward = programs.transformer(6, 32)
+    forward = programs.transformer(6, 32, 2, 32)
 
     def run(call):
         with checkpoint_scope(auto()) as run.scope:
@@ -1058,7 +1082,7 @@ def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():
     x = torch.randn(64, 64, requires_grad=True)
     for n in range(1, 9):
         run(lambda: sum(x.sin().exp().sum() for _ in range(n))).backward()  # noqa: B023
-    for _ in range(10):
+    for _ in range(6):
         run(forward).backward()
     later = run.scope.stats
     clear_programs()
@@ -1113,68 +1137,6 @@ class Adapted(nn.Module):
         return self.frozen(x) + self.up(self.down(nn.functional.dropout(x, 0.1)))
 
 
-def adapters_beside_frozen_layers():
-    """Both read the same: where their gradients meet, two are beside the sum."""
-    made = lambda: (nn.LayerNorm(64), Adapted(64, 256), nn.SiLU(), Adapted(256, 64))
-    layers, inputs = [nn.Sequential(*made()) for _ in range(10)], torch.randn(256, 64)
-
-    def forward(call):
-        x = inputs
-        for layer in layers:
-            x = x + call(layer, x)
-        return x.square().mean()
-
-    return layers, forward
-
-
-def layers_that_read_all_before_them():
-    """A gradient of what `cat` has made goes where the next one before it is added."""
-    made = lambda n: (nn.BatchNorm1d(16 * n), nn.ReLU(), nn.Linear(16 * n, 64), nn.Linear(64, 16))
-    layers, inputs = [nn.Sequential(*made(n)) for n in range(1, 13)], torch.randn(256, 16)
-
-    def forward(call):
-        found = [inputs.requires_grad_()]
-        for layer in layers:
-            found.append(call(lambda *found, layer=layer: layer(torch.cat(found, 1)), *found))
-        return torch.cat(found, 1).square().mean()
-
-    return layers, forward
-
-
-def a_codebook_between_two_stacks():
-    """What is read before it, and by a loss at the end, is held for long."""
-    made = lambda: (nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    layers, codes = [nn.Sequential(*made()) for _ in range(8)], nn.Parameter(torch.randn(128, 64))
-
-    def forward(call):
-        x = y = torch.randn(256, 64, requires_grad=True)
-        for layer in layers[:4]:
-            y = call(lambda y, layer=layer: y + layer(y), y)
-        logits = y @ codes.T
-        y = nn.functional.gumbel_softmax(logits, hard=True) @ codes
-        for layer in layers[4:]:
-            y = call(lambda y, layer=layer: y + layer(y), y)
-        return nn.functional.mse_loss(y, x) + (logits.softmax(-1).mean(0) * 5).logsumexp(0)
-
-    return layers, forward
-
-
-def a_loss_at_each_layer():
-    """What repeats is a layer with its loss, which a checkpoint would bring back together."""
-    made = lambda: (nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    layers = [nn.Sequential(*made()) for _ in range(10)]
-    heads, inputs = [nn.Linear(64, 256) for _ in layers], torch.randn(256, 64)
-
-    def forward(call):
-        x, loss = inputs, torch.zeros(())
-        for layer, head in zip(layers, heads, strict=True):
-            x = x + call(layer, x)
-            loss = loss + call(lambda x, head=head: head(x).logsumexp(-1).sum(), x)
-        return loss
-
-    return [*layers, *heads], forward
-
-
 class Convolutions(nn.Module):
     """A residual block of a series."""
 
@@ -1186,25 +1148,6 @@ class Convolutions(nn.Module):
 
     def forward(self, x):
         return (self.two(self.one(x).relu()).relu() + self.skip(x)).relu()
-
-
-def residual_convolutions():
-    """A block ends after its last activation, which is saved anyway."""
-    layers = [Convolutions(8 if n == 0 else 48, 48) for n in range(8)]
-    last, inputs = nn.Conv1d(48, 8, 1), torch.randn(8, 8, 512)
-
-    def forward(call):
-        x = inputs
-        for layer in layers:
-            x = call(layer, x)
-        return last(x).tanh().mean()
-
-    return [*layers, last], forward
-
-
-STACKS = [(adapters_beside_frozen_layers, 1.0), (layers_that_read_all_before_them, 1.01)]
-STACKS += [(a_codebook_between_two_stacks, 1.0), (a_loss_at_each_layer, 1.0)]
-STACKS += [(residual_convolutions, 1.0)]
 
 
 class Swish(torch.autograd.Function):
@@ -1248,20 +1191,264 @@ class Fused(nn.Module):
         return x + self.down(Swish.apply(self.up(Scaled.apply(x, self.weight))))
 
 
-def test_custom_functions_run_with_grad_mode_off_but_are_no_frozen_part():
-    layers, inputs = [Fused(64) for _ in range(10)], torch.randn(256, 64)
-    oracle.with_gradients(nn.ModuleList(layers).parameters())
+class Strided(nn.Module):
+    """Of the stem of a speech model: a convolution, and a norm of channels."""
 
-    def forward(call):
-        x = inputs
-        for layer in layers:
-            x = call(layer, x)
-        return x.square().mean()
+    def __init__(self, inputs, stride):
+        super().__init__()
+        self.one, self.norm = nn.Conv1d(inputs, 64, 3, stride), nn.LayerNorm(64)
 
-    run, peak, theirs = beside_torch(forward)
-    assert peak <= theirs
+    def forward(self, x):
+        return nn.functional.gelu(self.norm(self.one(x).mT).mT)
+
+
+class Bottleneck(nn.Module):
+    """Of a ResNet: convolutions with norms, and one beside them where sizes change."""
+
+    def __init__(self, inputs, width, stride):
+        super().__init__()
+        self.inner = nn.Sequential(
+            convolution(inputs, width, 1),
+            convolution(width, width, 3, stride),
+            nn.Conv2d(width, 4 * width, 1),
+            nn.BatchNorm2d(4 * width),
+        )
+        is_same = inputs == 4 * width
+        self.short = nn.Identity() if is_same else nn.Conv2d(inputs, 4 * width, 1, stride)
+
+    def forward(self, x):
+        return (self.inner(x) + self.short(x)).relu_()
+
+
+def convolution(inputs, outputs, kernel, stride=1):
+    layer = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2)
+    return nn.Sequential(layer, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+
+
+WIDTHS = (3, 16, 32, 64, 128)
+STAGES = [(16, 8, 1), *[(32, 8, 1)] * 2, (32, 16, 2), *[(64, 16, 1)] * 3]
+STAGES += [(64, 32, 2), *[(128, 32, 1)] * 5, (128, 64, 2), *[(256, 64, 1)] * 2]
+
+
+def stack_of(layers, inputs, end=lambda y: y.square().mean()):
+    return layers, lambda call: end(through(each_called(call, layers), inputs))
+
+
+def added_up(call, layers, x):
+    for layer in layers:
+        x = x + call(layer, x)
+    return x
+
+
+def perceptrons(count, outputs=64):
+    made = lambda: (nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, outputs))
+    return [nn.Sequential(*made()) for _ in range(count)]
+
+
+class Stacks:
+    """Each gives layers, and a forward that gets what calls one of them."""
+
+    def adapters_beside_frozen_layers():
+        """Both read the same: where their gradients meet, two are beside the sum."""
+        made = lambda: (nn.LayerNorm(64), Adapted(64, 256), nn.SiLU(), Adapted(256, 64))
+        layers, inputs = [nn.Sequential(*made()) for _ in range(10)], torch.randn(256, 64)
+        return layers, lambda call: added_up(call, layers, inputs).square().mean()
+
+    def layers_that_read_all_before_them():
+        """A gradient of what `cat` has made goes where the next one before it is added."""
+        made = lambda n: (nn.BatchNorm1d(n), nn.ReLU(), nn.Linear(n, 64), nn.Linear(64, 16))
+        layers = [nn.Sequential(*made(16 * n)) for n in range(1, 13)]
+        inputs = torch.randn(256, 16)
+
+        def forward(call):
+            found = [inputs.requires_grad_()]
+            for layer in layers:
+                found.append(call(lambda *found, layer=layer: layer(torch.cat(found, 1)), *found))
+            return torch.cat(found, 1).square().mean()
+
+        return layers, forward
+
+    def a_codebook_between_two_stacks():
+        """What is read before it, and by a loss at the end, is held for long."""
+        layers, codes = perceptrons(8), nn.Parameter(torch.randn(128, 64))
+        called = [lambda y, layer=layer: y + layer(y) for layer in layers]
+
+        def forward(call):
+            x = torch.randn(256, 64, requires_grad=True)
+            logits = through(each_called(call, called[:4]), x) @ codes.T
+            y = nn.functional.gumbel_softmax(logits, hard=True) @ codes
+            y = through(each_called(call, called[4:]), y)
+            return nn.functional.mse_loss(y, x) + (logits.softmax(-1).mean(0) * 5).logsumexp(0)
+
+        return layers, forward
+
+    def a_loss_at_each_layer():
+        """What repeats is a layer with its loss, which a checkpoint would bring back together."""
+        layers, inputs = perceptrons(10), torch.randn(256, 64)
+        heads = [nn.Linear(64, 256) for _ in layers]
+
+        def forward(call):
+            x, loss = inputs, torch.zeros(())
+            for layer, head in zip(layers, heads, strict=True):
+                x = x + call(layer, x)
+                loss = loss + call(lambda x, head=head: head(x).logsumexp(-1).sum(), x)
+            return loss
+
+        return [*layers, *heads], forward
+
+    def residual_convolutions():
+        """A block ends after its last activation, which is saved anyway."""
+        layers = [Convolutions(8 if n == 0 else 48, 48) for n in range(8)]
+        last, inputs = nn.Conv1d(48, 8, 1), torch.randn(8, 8, 512)
+        _, forward = stack_of(layers, inputs, lambda x: last(x).tanh().mean())
+        return [*layers, last], forward
+
+    def custom_functions():
+        """They run with grad mode off, but are no frozen part."""
+        return stack_of([Fused(64) for _ in range(10)], torch.randn(256, 64))
+
+    def parts_that_wait_for_backward_together():
+        """They keep little. Each iteration takes a gradient through a detached copy, as guided
+        samplers and learned optimizers do, and the next one goes on with the graph of all."""
+        wide = lambda: nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 32))
+        layers, x = [wide() for _ in range(8)], torch.randn(256, 32)
+
+        def forward(call):
+            y = x
+            for layer in layers:
+                y = y + call(layer, y)
+                copy = y.detach().requires_grad_()
+                y = y - torch.autograd.grad(copy.square().mean(), copy)[0]
+            return y.square().mean()
+
+        return layers, forward
+
+    def frozen_convolutions():
+        """An image is trained, as to transfer a style: weights have no gradients."""
+        widths = itertools.pairwise([3, 16, 16, 32, 32, 64, 64])
+        layers = [nn.Conv2d(*pair, 3, padding=1).requires_grad_(False) for pair in widths]
+        image = torch.randn(1, 3, 96, 96, requires_grad=True)
+        image.grad = torch.zeros_like(image)
+
+        def stage(one, other, x):
+            return other(one(x).relu_()).relu_()
+
+        def forward(call):
+            x, loss = image, 0
+            for one, other in zip(layers[::2], layers[1::2], strict=True):
+                x = call(stage, one, other, x)
+                rows = x[0].flatten(1)
+                loss, x = loss + (rows @ rows.T).square().mean(), nn.functional.avg_pool2d(x, 2)
+            return loss
+
+        return [], forward
+
+    def a_result_that_nothing_reads():
+        """Blocks end where it is saved, as the indices of a pooling, which the next block does not
+        need."""
+        made = lambda: (nn.Linear(32, 32), nn.GELU(), nn.MaxPool2d(3, 1, 1))
+        return stack_of([nn.Sequential(*made()) for _ in range(6)], torch.rand(4, 16, 32, 32))
+
+    def convolutions_with_a_stride():
+        """What was saved before one is not there in its backward: what that works with is most of
+        the peak. With many steps after them, few cuts are tried among them."""
+        layers, x = [Strided(1, 5), *(Strided(64, 2) for _ in range(5))], torch.randn(2, 1, 8000)
+        return stack_of(layers, x, lambda y: units_of(y.mean(2), 400))
+
+    def stem_of_convolutions(steps):
+        """The second one works with most; its input is saved just before it, and the first one's
+        result should not be there then. The step before works with more than half as many bytes."""
+        made = lambda one, two: (nn.Conv2d(one, two, 3, 2, 1), nn.BatchNorm2d(two), nn.ReLU())
+        layers = [nn.Sequential(*made(*pair)) for pair in ((3, 32), (32, 32), (32, 64))]
+        x = torch.randn(2, 3, 128, 128)
+        return stack_of(layers, x, lambda y: units_of(y.mean((2, 3)), steps))
+
+    def pyramid(kind, layout):
+        """Operators repeat, but not what they save."""
+        x = torch.randn(2, 3, 64, 64).to(memory_format=layout)
+        layers = nn.ModuleList(PYRAMIDS[kind]()).to(memory_format=layout)
+        return stack_of([*layers], x, lambda y: y.mean((2, 3)).logsumexp(1).sum())
+
+    def generator_of_images():
+        """The gradient of an image in colour is not copied, unlike those of wider layers."""
+        made = lambda one, two: (nn.ConvTranspose2d(one, two, 4, 2, 1), nn.BatchNorm2d(two))
+        pairs = itertools.pairwise([256, 128, 64, 32, 16, 3])
+        layers = [nn.Sequential(*made(*pair), nn.ReLU()) for pair in pairs]
+        return stack_of(layers, torch.randn(4, 256, 4, 4), lambda y: y.tanh().mean())
+
+    def readers_of_an_embedding():
+        """What is made again for a reader behind a cut does not open the segment before: branches
+        of a model of sentences."""
+        embedding, tokens = nn.Embedding(1000, 64), torch.randint(1000, (32, 200))
+        branches = [nn.Conv1d(64, 64, size, padding="same") for size in (3, 5, 7)]
+
+        def forward(call):
+            y = embedding(tokens).mT
+            parts = [call(lambda y, layer=layer: layer(y).relu().amax(-1), y) for layer in branches]
+            return torch.cat(parts).square().mean()
+
+        return [embedding, *branches], forward
+
+    def cells_of_a_convolutional_lstm():
+        """A weight that is saved first holds nothing that a later window starts from: that of an
+        operator right behind a cut, whose input is kept."""
+        layer, x = nn.Conv2d(19, 64, 3, 1, 1), torch.randn(4, 3, 32, 32)
+
+        def cell(h, c):
+            i, f, g, o = layer(torch.cat([x, h], 1)).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            return o.sigmoid() * c.tanh(), c
+
+        def forward(call):
+            h = c = torch.zeros(4, 16, 32, 32)
+            for _ in range(12):
+                h, c = call(cell, h, c)
+            return h.square().mean()
+
+        return [layer], forward
+
+
+PYRAMIDS = {
+    "strides": lambda: [convolution(*pair, 3, 2) for pair in itertools.pairwise(WIDTHS)],
+    "poolings": lambda: [
+        nn.Sequential(convolution(*pair, 3), nn.MaxPool2d(2)) for pair in itertools.pairwise(WIDTHS)
+    ],
+    "stages": lambda: [convolution(3, 16, 7, 2), *(Bottleneck(*stage) for stage in STAGES)],
+}
+LAYOUTS = torch.contiguous_format, torch.channels_last
+LEAST = {"peak": 1}
+STACKS = [  # how much of torch's peak is needed at most, how far a plan may be off, words, options
+    *((Stacks.adapters_beside_frozen_layers, 1.0, 0.05, (), how) for how in ({}, LEAST)),
+    *((Stacks.layers_that_read_all_before_them, 1.01, 0.05, (), how) for how in ({}, LEAST)),
+    *((Stacks.a_codebook_between_two_stacks, 1.0, 0.05, (), how) for how in ({}, LEAST)),
+    *((Stacks.a_loss_at_each_layer, 1.0, 0.05, (), how) for how in ({}, LEAST)),
+    *((Stacks.residual_convolutions, 1.0, 0.05, (), how) for how in ({}, LEAST)),
     # What a backward in Python allocates is not known: a plan assumes as much as its forward does.
-    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.3)
+    (Stacks.custom_functions, 1.0, 0.3, (), {}),
+    (Stacks.parts_that_wait_for_backward_together, 1.2, None, (), {}),
+    (Stacks.frozen_convolutions, 1.0, 0.05, (), {}),
+    (Stacks.a_result_that_nothing_reads, 1.0, None, (), {}),
+    (Stacks.convolutions_with_a_stride, 1.1, None, (), LEAST),
+    *((Stacks.stem_of_convolutions, 1.0, 0.05, (steps,), {}) for steps in (50, 400)),
+    *((Stacks.pyramid, 1.0, 0.05, ("strides", layout), {}) for layout in LAYOUTS),
+    *((Stacks.pyramid, 1.0, 0.05, ("poolings", layout), {}) for layout in LAYOUTS),
+    *((Stacks.pyramid, 0.8, 0.05, ("stages", layout), {}) for layout in LAYOUTS),
+    (Stacks.generator_of_images, 1.0, 0.05, (), {}),
+    (Stacks.readers_of_an_embedding, 1.02, None, (), {}),
+    (Stacks.cells_of_a_convolutional_lstm, 1.0, 0.05, (), {}),
+]
+
+
+@NO_ROOM
+@pytest.mark.parametrize(("build", "most", "off", "words", "options"), STACKS)
+def test_a_stack_needs_no_more_than_with_a_checkpoint_around_each_layer(
+    build, most, off, words, options
+):
+    layers, forward = build(*words)
+    oracle.with_gradients(nn.ModuleList(layers).parameters())
+    run, peak, theirs = beside_torch(forward, **options)
+    assert peak <= most * theirs
+    assert off is None or run.scope.stats.peak_predicted == pytest.approx(peak, rel=off)
 
 
 def test_results_of_operators_that_write_outside_are_predicted():
@@ -1346,50 +1533,6 @@ def test_what_a_convolution_that_torch_unfolds_works_with_is_predicted(layer, sh
     assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
 
 
-@NO_ROOM
-def test_parts_that_wait_for_backward_together_keep_little():
-    """Each iteration takes a gradient through a detached copy, as guided samplers and learned
-    optimizers do, and the next one goes on with the graph of all."""
-    wide = [nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 32)) for _ in range(8)]
-    blocks, x = nn.ModuleList(wide), torch.randn(256, 32)
-    oracle.with_gradients(blocks.parameters())
-
-    def forward(call):
-        y = x
-        for block in blocks:
-            y = y + call(block, y)
-            copy = y.detach().requires_grad_()
-            y = y - torch.autograd.grad(copy.square().mean(), copy)[0]
-        return y.square().mean()
-
-    _, peak, theirs = beside_torch(forward)
-    assert peak <= 1.2 * theirs
-
-
-@NO_ROOM
-def test_frozen_convolutions_need_no_more_than_checkpoints_by_hand():
-    """An image is trained, as to transfer a style: weights have no gradients."""
-    widths = itertools.pairwise([3, 16, 16, 32, 32, 64, 64])
-    layers = nn.ModuleList(nn.Conv2d(*pair, 3, padding=1) for pair in widths).requires_grad_(False)
-    image = torch.randn(1, 3, 96, 96, requires_grad=True)
-    image.grad = torch.zeros_like(image)
-
-    def stage(one, other, x):
-        return other(one(x).relu_()).relu_()
-
-    def forward(call):
-        x, loss = image, 0
-        for one, other in zip(layers[::2], layers[1::2], strict=True):
-            x = call(stage, one, other, x)
-            rows = x[0].flatten(1)
-            loss, x = loss + (rows @ rows.T).square().mean(), nn.functional.avg_pool2d(x, 2)
-        return loss
-
-    run, peak, theirs = beside_torch(forward)
-    assert peak <= theirs
-    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
-
-
 @pytest.mark.parametrize("channels", [3, 4])
 def test_what_a_convolution_of_frames_without_a_gradient_works_with_is_predicted(channels):
     """Frames with more channels than colours are copied."""
@@ -1411,226 +1554,6 @@ def test_what_makes_patches_of_images_in_colour_works_with_is_predicted(wide, is
     _, peak = bytes_of(run)
     most = 4 + 4 * torch.get_num_threads() * (wide > widest)
     assert peak / 1.1 <= run.scope.stats.peak_predicted <= most * layer.weight.nbytes
-
-
-@NO_ROOM
-@pytest.mark.parametrize("options", [{}, {"peak": 1}], ids=str)
-@pytest.mark.parametrize(("build", "most"), STACKS)
-def test_a_stack_needs_no_more_than_with_a_checkpoint_around_each_layer(build, most, options):
-    layers, forward = build()
-    oracle.with_gradients(nn.ModuleList(layers).parameters())
-    run, peak, theirs = beside_torch(forward, **options)
-    assert peak <= most * theirs
-    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
-
-
-class Residual(nn.Module):
-    """Of a ResNet: normalisation and activation come first. The first one of a stage halves."""
-
-    def __init__(self, inputs, outputs):
-        super().__init__()
-        stride = 1 + (inputs < outputs)
-        self.before, self.after = nn.BatchNorm2d(inputs), nn.BatchNorm2d(outputs)
-        self.one = nn.Conv2d(inputs, outputs, 3, stride, 1)
-        self.two = nn.Conv2d(outputs, outputs, 3, 1, 1)
-        self.shortcut = nn.Conv2d(inputs, outputs, 1, 2) if stride == 2 else None
-
-    def forward(self, x):
-        y = self.before(x).relu()
-        beside = x if self.shortcut is None else self.shortcut(y)
-        return self.two(self.after(self.one(y)).relu()) + beside
-
-
-@NO_ROOM
-def test_stages_of_blocks_need_no_more_than_with_a_checkpoint_around_each_block():
-    """Of those, there are three in each stage: what repeats more often are the stages."""
-    widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64, 128, 128, 128]
-    stages = nn.ModuleList(Residual(*each) for each in itertools.pairwise(widths))
-    x = torch.randn(4, 16, 64, 64)
-
-    def forward(call):
-        return through(each_called(call, stages), x).square().mean()
-
-    def peak(run):
-        for _ in range(2):
-            stages.zero_grad()
-            run().backward()
-        stages.zero_grad()
-        return memory_of(run).peak
-
-    theirs = peak(lambda: forward(functools.partial(checkpoint, use_reentrant=False)))
-    assert peak(scoped(lambda: forward(lambda block, y: block(y)))) <= theirs
-
-
-@NO_ROOM
-def test_blocks_end_where_a_result_is_saved_that_nothing_reads():
-    """Such as the indices of a pooling, which the next block does not need."""
-    blocks = nn.ModuleList(
-        nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.MaxPool2d(3, 1, 1)) for _ in range(6)
-    )
-    oracle.with_gradients(blocks.parameters())
-    x = torch.rand(4, 16, 32, 32)
-
-    def forward(call):
-        return through(each_called(call, blocks), x).square().mean()
-
-    _, peak, theirs = beside_torch(forward)
-    assert peak <= theirs
-
-
-class Strided(nn.Module):
-    """Of the stem of a speech model: a convolution, and a norm of channels."""
-
-    def __init__(self, inputs, stride):
-        super().__init__()
-        self.one, self.norm = nn.Conv1d(inputs, 64, 3, stride), nn.LayerNorm(64)
-
-    def forward(self, x):
-        return nn.functional.gelu(self.norm(self.one(x).mT).mT)
-
-
-@NO_ROOM
-def test_what_was_saved_before_a_convolution_with_a_stride_is_not_there_in_its_backward():
-    """What that works with is most of the peak."""
-    sizes = [(1, 5), *[(64, 2)] * 5]
-    layers, x = nn.ModuleList(Strided(*each) for each in sizes), torch.randn(2, 1, 8000)
-    oracle.with_gradients(layers.parameters())
-
-    def forward(call):
-        y = through(each_called(call, layers), x)
-        return units_of(y.mean(2), 400)  # many steps: few cuts are tried in the stem
-
-    _, peak, theirs = beside_torch(forward, peak=1)
-    assert peak <= 1.1 * theirs
-
-
-@NO_ROOM
-@pytest.mark.parametrize("steps", [50, 400])
-def test_a_stem_of_convolutions_needs_no_more_than_checkpoints_by_hand(steps):
-    """The second one works with most; its input is saved just before it, and the first one's result
-    should not be there then. The step before works with more than half as many bytes."""
-    clear_programs()
-    blocks = nn.ModuleList(
-        nn.Sequential(nn.Conv2d(*pair, 3, 2, 1), nn.BatchNorm2d(pair[1]), nn.ReLU())
-        for pair in ((3, 32), (32, 32), (32, 64))
-    )
-    x = torch.randn(2, 3, 128, 128)
-    oracle.with_gradients(blocks.parameters())
-
-    def forward(call):
-        return units_of(through(each_called(call, blocks), x).mean((2, 3)), steps)
-
-    run, peak, theirs = beside_torch(forward)
-    assert peak <= theirs
-    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
-
-
-class Bottleneck(nn.Module):
-    """Of a ResNet: convolutions with norms, and one beside them where sizes change."""
-
-    def __init__(self, inputs, width, stride):
-        super().__init__()
-        self.inner = nn.Sequential(
-            convolution(inputs, width, 1),
-            convolution(width, width, 3, stride),
-            nn.Conv2d(width, 4 * width, 1),
-            nn.BatchNorm2d(4 * width),
-        )
-        is_same = inputs == 4 * width
-        self.short = nn.Identity() if is_same else nn.Conv2d(inputs, 4 * width, 1, stride)
-
-    def forward(self, x):
-        return (self.inner(x) + self.short(x)).relu_()
-
-
-def convolution(inputs, outputs, kernel, stride=1):
-    layer = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2)
-    return nn.Sequential(layer, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
-
-
-WIDTHS = (3, 16, 32, 64, 128)
-STAGES = [(16, 8, 1), *[(32, 8, 1)] * 2, (32, 16, 2), *[(64, 16, 1)] * 3]
-STAGES += [(64, 32, 2), *[(128, 32, 1)] * 5, (128, 64, 2), *[(256, 64, 1)] * 2]
-PYRAMIDS = {
-    "strides": (1, [convolution(*pair, 3, 2) for pair in itertools.pairwise(WIDTHS)]),
-    "poolings": (
-        1,
-        [
-            nn.Sequential(convolution(*pair, 3), nn.MaxPool2d(2))
-            for pair in itertools.pairwise(WIDTHS)
-        ],
-    ),
-    "stages": (0.8, [convolution(3, 16, 7, 2), *[Bottleneck(*stage) for stage in STAGES]]),
-}
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize(("most", "blocks"), PYRAMIDS.values(), ids=PYRAMIDS)
-def test_a_pyramid_of_convolutions_needs_no_more_than_checkpoints_by_hand(most, blocks, layout):
-    """Operators repeat, but not what they save."""
-    blocks = nn.ModuleList(blocks).to(memory_format=layout)
-    x = torch.randn(2, 3, 64, 64).to(memory_format=layout)
-    oracle.with_gradients(blocks.parameters())
-
-    def forward(call):
-        return through(each_called(call, blocks), x).mean((2, 3)).logsumexp(1).sum()
-
-    run, peak, theirs = beside_torch(forward)
-    assert peak <= most * theirs
-    assert abs(run.scope.stats.peak_predicted / peak - 1) <= 0.05
-
-
-@NO_ROOM
-def test_a_generator_of_images_needs_no_more_than_checkpoints_by_hand():
-    """The gradient of an image in colour is not copied, unlike those of wider layers."""
-    blocks = nn.ModuleList(
-        nn.Sequential(nn.ConvTranspose2d(*pair, 4, 2, 1), nn.BatchNorm2d(pair[1]), nn.ReLU())
-        for pair in itertools.pairwise([256, 128, 64, 32, 16, 3])
-    )
-    x = torch.randn(4, 256, 4, 4)
-    oracle.with_gradients(blocks.parameters())
-    run, peak, theirs = beside_torch(
-        lambda call: through(each_called(call, blocks), x).tanh().mean()
-    )
-    assert peak <= theirs
-    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
-
-
-@NO_ROOM
-def test_what_is_made_again_for_a_reader_behind_a_cut_does_not_open_the_segment_before():
-    """Branches of a model of sentences, which read the same embedding."""
-    embedding, tokens = nn.Embedding(1000, 64), torch.randint(1000, (32, 200))
-    branches = nn.ModuleList(nn.Conv1d(64, 64, size, padding="same") for size in (3, 5, 7))
-    oracle.with_gradients([*embedding.parameters(), *branches.parameters()])
-
-    def forward(call):
-        y = embedding(tokens).mT
-        parts = [call(lambda y, layer=layer: layer(y).relu().amax(-1), y) for layer in branches]
-        return torch.cat(parts).square().mean()
-
-    _, peak, theirs = beside_torch(forward)
-    assert peak <= 1.02 * theirs
-
-
-def test_a_weight_that_is_saved_first_holds_nothing_that_a_later_window_starts_from():
-    """Of an operator right behind a cut, whose input is kept: a cell of a convolutional LSTM."""
-    layer, x = nn.Conv2d(19, 64, 3, 1, 1), torch.randn(4, 3, 32, 32)
-    oracle.with_gradients(layer.parameters())
-
-    def cell(h, c):
-        i, f, g, o = layer(torch.cat([x, h], 1)).chunk(4, 1)
-        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        return o.sigmoid() * c.tanh(), c
-
-    def forward(call):
-        h = c = torch.zeros(4, 16, 32, 32)
-        for _ in range(12):
-            h, c = call(cell, h, c)
-        return h.square().mean()
-
-    run, peak, theirs = beside_torch(forward)
-    assert peak <= theirs
-    assert abs(run.scope.stats.peak_predicted / peak - 1) <= 0.05
 
 
 def against_zeros(loss):
@@ -1678,9 +1601,9 @@ def test_what_an_operator_works_with_is_predicted(operator):
 @NO_ROOM
 def test_a_budget_of_nothing_needs_no_more_than_a_larger_one():
     """Or hardly more: of larger ones, only some are tried, but all of these."""
-    blocks = nn.ModuleList(programs.Block(64, 4) for _ in range(6))
+    blocks = nn.ModuleList(programs.Block(64, 4) for _ in range(4))
     made = lambda: (nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 300))
-    heads, inputs = [nn.Sequential(*made()) for _ in range(8)], torch.randn(4, 64, 64)
+    heads, inputs = [nn.Sequential(*made()) for _ in range(6)], torch.randn(2, 64, 64)
 
     def forward():
         x = nn.Sequential(*blocks)(inputs)
@@ -1700,14 +1623,13 @@ def test_a_budget_of_nothing_needs_no_more_than_a_larger_one():
 @NO_ROOM
 def test_small_budgets_need_what_was_predicted_and_no_more_than_larger_ones():
     """What the pieces of a window start from goes when they have run, kept values among it."""
-    forward = programs.transformer(8, 64)
+    forward = programs.transformer(6, 64, 2, 64)
     plain = bytes_of(forward)[1]
     peaks = []
-    for n in range(3, 10):
+    for n in range(3, 10, 2):
         clear_programs()
         run = scoped(forward, budget=plain >> n)
-        for _ in range(2):
-            run().backward()
+        run().backward()
         peaks.append(bytes_of(run)[1])
         assert peaks[-1] <= 1.02 * run.scope.stats.peak_predicted
     assert peaks == sorted(peaks, reverse=True)
@@ -1720,32 +1642,31 @@ def test_what_the_user_holds_takes_nothing_from_a_budget(holds_states):
     layers, held = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))] * 8, []
 
     def run():
-        x = torch.ones(256, 64, requires_grad=True)
+        x = torch.ones(64, 64, requires_grad=True)
         with checkpoint_scope(auto(budget=run.budget)) as run.scope:
             states = [x := x + layer(x) for layer in layers]
             loss = x.square().mean()
         held[:] = states if holds_states else ()
         return loss
 
-    for run.budget in range(100_000, 2_000_000, 100_000):
+    for run.budget in range(25_000, 500_000, 75_000):
         clear_programs()
-        for _ in range(2):
-            run().backward()
+        run().backward()
         held.clear()
         assert bytes_of(run)[1] <= 1.05 * run.scope.stats.peak_predicted
 
 
 def test_a_peak_is_kept_and_costs_no_more_than_a_smaller_one():
     """From the least one to plain's: measured by the profiler."""
-    forward = programs.transformer(8, 64)
+    forward = programs.transformer(6, 64, 2, 64)
     plain = bytes_of(forward)[1]
     with pytest.warns(UserWarning, match="The least peak possible is") as caught:
         run = scoped(forward, peak=0)
         run().backward()
     least = int(re.search(r"least peak possible is (\d+) bytes", str(caught[0].message))[1])
     again = []
-    for n in range(5):
-        peak = least + (plain - least) * n // 4
+    for n in range(4):
+        peak = least + (plain - least) * n // 3
         clear_programs()
         run = scoped(forward, peak=peak)
         assert bytes_of(run)[1] <= 1.03 * peak
