@@ -80,8 +80,8 @@ def known(fn, **options):
 
 def test_twelve_blocks_need_no_more_than_checkpoints_by_hand_from_the_first_step_on():
     """One scope around everything. While the program is not known, nothing is kept."""
-    by_hand = bytes_of(programs.transformer(12, 64, by_hand=True))
-    forward = programs.transformer(12, 64)
+    by_hand = bytes_of(programs.transformer(12, 64, 2, 64, by_hand=True))
+    forward = programs.transformer(12, 64, 2, 64)
     forward().backward()
     run = scoped(forward)
     first = memory_of(run).peak
@@ -129,7 +129,7 @@ def stem():
 
 PARTS = {  # of plain's peak
     "a stem that holds most of the memory": (stem, 0.3),
-    "an unrolled cell": (lambda: programs.lstm(64, 32), 0.25),
+    "an unrolled cell": (lambda: programs.lstm(64, 16), 0.25),
     # The plan could do with 0.5; it spends as much as cuts at all blocks would.
     "long connections whose values live all the time": (
         lambda: programs.unet(width=8, batch=2, size=64),
@@ -632,13 +632,13 @@ def test_nothing_outlives_its_use(policy, no_gc):
     x = torch.rand(1000).requires_grad_()
     with Watching() as watching:
         for backwards in range(3):
-            y = in_scope(units_of, policy)(x, 60)
+            y = in_scope(units_of, policy)(x, 40)
             for n in range(1, backwards + 1):
                 torch.autograd.grad(y, x, retain_graph=n < backwards)
             del y
             assert watching.alive() == [], backwards
         with pytest.raises(ZeroDivisionError), checkpoint_scope(policy=policy):
-            units_of(x, 60)
+            units_of(x, 40)
             raise ZeroDivisionError
         assert watching.alive() == []
 
@@ -831,7 +831,7 @@ class Steps:
     def a_graph_that_is_retained_for_a_second_loss(first):
         """What is kept stays for the next backward. One for the table alone comes only to the
         end."""
-        layers, table, x = blocks(6), nn.Linear(32, 8), torch.randn(8, 64, 32)
+        layers, table, x = blocks(4), nn.Linear(32, 8), torch.randn(8, 64, 32)
 
         def step(call, scope):
             with scope():
@@ -844,7 +844,7 @@ class Steps:
 
     def backwards_inside_a_scope(of_one_graph):
         """Of two losses, or of two batches."""
-        layers, x = blocks(6), torch.randn(8, 64, 32)
+        layers, x = blocks(4), torch.randn(8, 64, 32)
 
         def step(call, scope):
             def losses():
@@ -864,11 +864,11 @@ class Steps:
 
     def scopes_that_wait_together(each):
         """What one keeps is there while others run: layers, or an encoder and a decoder."""
-        layers, x = blocks(8), torch.randn(8, 64, 32)
+        layers, x = blocks(6), torch.randn(8, 64, 32)
 
         def step(call, scope):
             y = x
-            for start in range(0, 8, each):
+            for start in range(0, 6, each):
                 with scope():
                     y = through(each_called(call, layers[start : start + each]), y)
             y.square().mean().backward()
@@ -876,11 +876,11 @@ class Steps:
         return layers, step
 
     def micro_batches():
-        layers, x = blocks(8), torch.randn(8, 64, 32)
+        layers, x = blocks(5), torch.randn(6, 64, 32)
 
         def step(call, scope):
             losses = []
-            for part in x.chunk(4):
+            for part in x.chunk(3):
                 with scope():
                     losses.append(loss_of(call, layers, part))
             for loss in losses:
@@ -891,7 +891,7 @@ class Steps:
     def two_networks_in_turn(is_one):
         """In one scope, or in one of two for each of them: what a run holds is told by the plan
         that came next the last time."""
-        one, other = blocks(4), blocks(4)
+        one, other = blocks(3), blocks(3)
         x, real = torch.randn(8, 64, 32), torch.randn(8, 64, 32)
 
         def step(call, scope):
@@ -912,7 +912,7 @@ class Steps:
 
     def a_loss_whose_backward_comes_later(is_used):
         """Or never comes, as that of a metric. What it has saved is there meanwhile."""
-        trunk, one, other, x = blocks(8), blocks(4), blocks(4), torch.randn(8, 64, 32)
+        trunk, one, other, x = blocks(5), blocks(3), blocks(3), torch.randn(8, 64, 32)
 
         def step(call, scope):
             with scope():
@@ -960,13 +960,13 @@ def peaks_beside_torch(step, model, fresh=True):
     Gradients are None before it, or zeros."""
     nothing = torch.zeros((), requires_grad=True)
 
-    def peak(call, scope):
+    def peak(call, scope, times=1):
         def run():
             step(call, scope)
             return nothing.exp()
 
         model.zero_grad()
-        for _ in range(3):
+        for _ in range(times):
             run()
             model.zero_grad(set_to_none=fresh)
         return memory_of(run).peak
@@ -976,14 +976,14 @@ def peaks_beside_torch(step, model, fresh=True):
         return entered.last
 
     theirs = peak(functools.partial(checkpoint, use_reentrant=False), contextlib.nullcontext)
-    return theirs, peak(lambda block, y: block(y), entered), entered.last
+    return theirs, peak(lambda block, y: block(y), entered, 3), entered.last
 
 
 STEPS = [  # with words for it, whether gradients are None before it, how far a plan may be off
     *((Steps.a_graph_that_is_retained_for_a_second_loss, "loss", fresh, 0.1) for fresh in (0, 1)),
     *((Steps.a_graph_that_is_retained_for_a_second_loss, "table", fresh, 0.1) for fresh in (0, 1)),
     *((Steps.backwards_inside_a_scope, of_one, True, 0.05) for of_one in (True, False)),
-    *((Steps.scopes_that_wait_together, each, True, None) for each in (1, 4)),
+    *((Steps.scopes_that_wait_together, each, True, None) for each in (1, 3)),
     (Steps.micro_batches, None, True, None),
     *((Steps.two_networks_in_turn, is_one, True, None) for is_one in (True, False)),
     *((Steps.a_loss_whose_backward_comes_later, is_used, True, None) for is_used in (True, False)),
@@ -1004,7 +1004,7 @@ def test_a_step_needs_no_more_than_with_a_checkpoint_around_each_block(build, ho
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_optimizers_in_hooks_of_a_backward_inside_a_scope_need_no_more_than_with_torchs(kind):
     """They write parameters that the scope holds while its backward runs."""
-    layers, x = blocks(6), torch.randn(8, 64, 32)
+    layers, x = blocks(4), torch.randn(8, 64, 32)
     first = copy.deepcopy(layers.state_dict())
     optimizers = {weight: kind([weight], lr=0.1) for weight in layers.parameters()}
 
@@ -1073,7 +1073,7 @@ def test_a_path_needs_little_more_after_another_one():
 
 def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():
     """After many others at this site, so that its blocks were taken in pieces."""
-    forward = programs.transformer(6, 32, 2, 32)
+    forward = programs.transformer(4, 32, 2, 32)
 
     def run(call):
         with checkpoint_scope(auto()) as run.scope:
@@ -1082,7 +1082,7 @@ def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():
     x = torch.randn(64, 64, requires_grad=True)
     for n in range(1, 9):
         run(lambda: sum(x.sin().exp().sum() for _ in range(n))).backward()  # noqa: B023
-    for _ in range(6):
+    for _ in range(10):
         run(forward).backward()
     later = run.scope.stats
     clear_programs()
@@ -1251,13 +1251,13 @@ class Stacks:
     def adapters_beside_frozen_layers():
         """Both read the same: where their gradients meet, two are beside the sum."""
         made = lambda: (nn.LayerNorm(64), Adapted(64, 256), nn.SiLU(), Adapted(256, 64))
-        layers, inputs = [nn.Sequential(*made()) for _ in range(10)], torch.randn(256, 64)
+        layers, inputs = [nn.Sequential(*made()) for _ in range(6)], torch.randn(256, 64)
         return layers, lambda call: added_up(call, layers, inputs).square().mean()
 
     def layers_that_read_all_before_them():
         """A gradient of what `cat` has made goes where the next one before it is added."""
         made = lambda n: (nn.BatchNorm1d(n), nn.ReLU(), nn.Linear(n, 64), nn.Linear(64, 16))
-        layers = [nn.Sequential(*made(16 * n)) for n in range(1, 13)]
+        layers = [nn.Sequential(*made(16 * n)) for n in range(1, 9)]
         inputs = torch.randn(256, 16)
 
         def forward(call):
@@ -1270,21 +1270,21 @@ class Stacks:
 
     def a_codebook_between_two_stacks():
         """What is read before it, and by a loss at the end, is held for long."""
-        layers, codes = perceptrons(8), nn.Parameter(torch.randn(128, 64))
+        layers, codes = perceptrons(6), nn.Parameter(torch.randn(128, 64))
         called = [lambda y, layer=layer: y + layer(y) for layer in layers]
 
         def forward(call):
             x = torch.randn(256, 64, requires_grad=True)
-            logits = through(each_called(call, called[:4]), x) @ codes.T
+            logits = through(each_called(call, called[:3]), x) @ codes.T
             y = nn.functional.gumbel_softmax(logits, hard=True) @ codes
-            y = through(each_called(call, called[4:]), y)
+            y = through(each_called(call, called[3:]), y)
             return nn.functional.mse_loss(y, x) + (logits.softmax(-1).mean(0) * 5).logsumexp(0)
 
         return layers, forward
 
     def a_loss_at_each_layer():
         """What repeats is a layer with its loss, which a checkpoint would bring back together."""
-        layers, inputs = perceptrons(10), torch.randn(256, 64)
+        layers, inputs = perceptrons(6), torch.randn(256, 64)
         heads = [nn.Linear(64, 256) for _ in layers]
 
         def forward(call):
@@ -1298,20 +1298,20 @@ class Stacks:
 
     def residual_convolutions():
         """A block ends after its last activation, which is saved anyway."""
-        layers = [Convolutions(8 if n == 0 else 48, 48) for n in range(8)]
+        layers = [Convolutions(8 if n == 0 else 48, 48) for n in range(6)]
         last, inputs = nn.Conv1d(48, 8, 1), torch.randn(8, 8, 512)
         _, forward = stack_of(layers, inputs, lambda x: last(x).tanh().mean())
         return [*layers, last], forward
 
     def custom_functions():
         """They run with grad mode off, but are no frozen part."""
-        return stack_of([Fused(64) for _ in range(10)], torch.randn(256, 64))
+        return stack_of([Fused(64) for _ in range(6)], torch.randn(256, 64))
 
     def parts_that_wait_for_backward_together():
         """They keep little. Each iteration takes a gradient through a detached copy, as guided
         samplers and learned optimizers do, and the next one goes on with the graph of all."""
         wide = lambda: nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 32))
-        layers, x = [wide() for _ in range(8)], torch.randn(256, 32)
+        layers, x = [wide() for _ in range(6)], torch.randn(256, 32)
 
         def forward(call):
             y = x
@@ -1392,7 +1392,7 @@ class Stacks:
     def cells_of_a_convolutional_lstm():
         """A weight that is saved first holds nothing that a later window starts from: that of an
         operator right behind a cut, whose input is kept."""
-        layer, x = nn.Conv2d(19, 64, 3, 1, 1), torch.randn(4, 3, 32, 32)
+        layer, x = nn.Conv2d(19, 64, 3, 1, 1), torch.randn(4, 3, 16, 16)
 
         def cell(h, c):
             i, f, g, o = layer(torch.cat([x, h], 1)).chunk(4, 1)
@@ -1400,8 +1400,8 @@ class Stacks:
             return o.sigmoid() * c.tanh(), c
 
         def forward(call):
-            h = c = torch.zeros(4, 16, 32, 32)
-            for _ in range(12):
+            h = c = torch.zeros(4, 16, 16, 16)
+            for _ in range(10):
                 h, c = call(cell, h, c)
             return h.square().mean()
 
