@@ -105,6 +105,7 @@ class Programs:
 PROGRAMS = [program for name, program in vars(Programs).items() if not name.startswith("_")]
 
 
+@functools.cache
 def stretch_of(build, has_gradients=True):
     torch.manual_seed(0)
     clear_programs()
@@ -181,7 +182,7 @@ def test_no_other_choice_recomputes_less(build, part):
     exact = min(
         (
             work_of(stretch, filling.again)
-            for cuts in draw.sample(ways, min(24, len(ways)))
+            for cuts in draw.sample(ways, min(15, len(ways)))
             for filling in keeping(stretch, cuts, choices)
             if filling.peak <= peak
         ),
@@ -200,7 +201,7 @@ def test_more_peak_or_budget_never_costs_more(build):
     found = [choose(stretch, peak) for peak in peaks]
     works = [work_of(stretch, choice.again) for choice in found]
     assert works == sorted(works, reverse=True)
-    within = [(choose_within(stretch, n), n) for n in range(0, 2 * plain.nbytes, 50_000)]
+    within = [(choose_within(stretch, n), n) for n in range(0, 2 * plain.nbytes, 80_000)]
     kept = [choice.peak for choice, budget in within if choice.nbytes <= budget]
     assert kept == sorted(kept)
 
@@ -355,17 +356,17 @@ def test_a_plan_is_not_made_anew_at_every_change(change, monkeypatch):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
     clear_programs()
     step = 0
-    for step in range(24):
+    for step in range(20):
         x = torch.randn(4 if change == "accumulated gradients" else 4 << (step % 3), 64)
         with checkpoint_scope(policy=auto()):
             y = model(x if change != "sizes and branches" or step // 3 % 2 else x.sin())
-            for _ in range(3 if change == "gradients inside" else 0):
+            for _ in range(2 if change == "gradients inside" else 0):
                 (g,) = torch.autograd.grad(y.sum(), model[0][0].weight, create_graph=True)
                 y = model(x + y.tanh() * g.sum())
         y.sum().backward()
         if step % 2:
             model.zero_grad()
-    times = 4 if change == "gradients inside" else 1  # in a block
+    times = 3 if change == "gradients inside" else 1  # in a block
     assert 0 < len(planned) <= 12 * times
     assert max(planned) < 12
 
