@@ -56,6 +56,17 @@ def beside_torch(forward, **options):
     return run, bytes_of(run).peak, theirs
 
 
+def predicted(forward, **options):
+    """What a plan says of the peak of a step, as a part of it."""
+    run = scoped(forward, **options)
+    peak = bytes_of(run).peak
+    return run.scope.stats.peak_predicted / peak
+
+
+def blocks(count):
+    return nn.ModuleList(programs.Block(32, 2) for _ in range(count))
+
+
 def each_called(call, blocks):
     return [functools.partial(call, block) for block in blocks]
 
@@ -86,10 +97,10 @@ def test_twelve_blocks_need_no_more_than_checkpoints_by_hand_from_the_first_step
     run = scoped(forward)
     first = memory_of(run).peak
     assert run.scope.stats.replays >= 2
-    have = bytes_of(run)
-    assert have[1] <= by_hand[1]
-    assert first <= 1.1 * have[1]
-    assert abs(run.scope.stats.peak_predicted / have[1] - 1) <= 0.05
+    have = bytes_of(run).peak
+    assert have <= by_hand.peak
+    assert first <= 1.1 * have
+    assert abs(run.scope.stats.peak_predicted / have - 1) <= 0.05
 
 
 @pytest.mark.parametrize("held", ["states of layers", "logits", "logits that autograd saves"])
@@ -817,10 +828,6 @@ def test_noise_that_all_layers_read_may_be_drawn_in_the_block():
     assert peak(lambda: torch.randn(1, 256)) <= 1.05 * peak(lambda: before)
 
 
-def blocks(count):
-    return nn.ModuleList(programs.Block(32, 2) for _ in range(count))
-
-
 def loss_of(call, layers, x):
     return through(each_called(call, layers), x).square().mean()
 
@@ -1035,7 +1042,7 @@ def test_optimizers_in_hooks_of_a_backward_inside_a_scope_need_no_more_than_with
 @pytest.mark.parametrize("shift", [None, 3.0])
 def test_labels_made_first_do_not_bring_the_first_layers_back(shift):
     """The window of the loss makes them anew: they are quickly made, and the layers are not."""
-    layers, x = nn.ModuleList(programs.Block(32, 2) for _ in range(6)), torch.randn(8, 64, 32)
+    layers, x = blocks(4), torch.randn(8, 64, 32)
 
     def forward(made_first):
         labels = torch.ones(8, 64, dtype=torch.long) if made_first else ones
@@ -1465,9 +1472,7 @@ def test_results_of_operators_that_write_outside_are_predicted():
             y = torch.fused_moving_avg_obs_fake_quant(y, on, on, *state, point, 0.01, 0, 255, 0)
         return y.square().mean()
 
-    run = scoped(forward)
-    _, peak = bytes_of(run)
-    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
+    assert predicted(forward) == pytest.approx(1, rel=0.05)
 
 
 def test_what_hooks_hold_is_not_made_again():
@@ -1489,57 +1494,38 @@ def test_one_row_that_is_joined_to_something_has_a_gradient_of_the_whole():
         products = (rows @ rows.mT).flatten(1)
         return torch.cat([rows[:, 0], products], 1).square().mean()
 
-    run = scoped(forward)
-    _, peak = bytes_of(run)
-    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
+    assert predicted(forward) == pytest.approx(1, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("layer", "has_channels_last"),
-    [
-        (nn.Conv2d(96, 192, 3, 2, 1), False),
-        (nn.Conv2d(96, 24, 2, 2), False),
-        (nn.ConvTranspose2d(96, 24, 4, 2, 1), False),
-        (nn.Sequential(nn.Flatten(2), nn.Conv1d(96, 24, 3)), True),
-        (nn.Conv2d(96, 96, 7, padding=3, groups=96), True),
-    ],
-    ids=str,
-)
-def test_what_the_backward_of_a_convolution_works_with_is_predicted(layer, has_channels_last):
-    """Copies of images and weights; where channels are last, weights with more of them. (Other
-    processors may need less.)"""
-    x = torch.randn(2, 8, 8, 96).permute(0, 3, 1, 2)
-    image = x.requires_grad_() if has_channels_last else x.contiguous().requires_grad_()
-    run = scoped(lambda: layer(image * 2).square().mean(), budget="1 GiB")
-    _, peak = bytes_of(run)
-    assert peak <= 1.1 * run.scope.stats.peak_predicted
+CHANNELS_LAST = {"memory_format": torch.channels_last}
+ABOUT = {"least": 0.95, "most": 1.05}
+CONVOLUTIONS = [  # copies of images and weights; where channels are last, weights with more of them
+    (nn.Conv2d(96, 192, 3, 2, 1), (2, 96, 8, 8), {}, {}),
+    (nn.Conv2d(96, 24, 2, 2), (2, 96, 8, 8), {}, {}),
+    (nn.ConvTranspose2d(96, 24, 4, 2, 1), (2, 96, 8, 8), {}, {}),
+    (nn.Sequential(nn.Flatten(2), nn.Conv1d(96, 24, 3)), (2, 96, 8, 8), CHANNELS_LAST, {}),
+    (nn.Conv2d(96, 96, 7, padding=3, groups=96), (2, 96, 8, 8), CHANNELS_LAST, {}),
+    # Torch unfolds few images, and those in float64: a matrix of all that the kernel covers.
+    (nn.Conv2d(8, 16, 3, padding=1), (1, 8, 32, 32), {}, ABOUT),
+    (nn.Conv2d(8, 16, 3, padding=1).double(), (4, 8, 32, 32), {}, ABOUT),
+    (nn.Conv2d(8, 16, 3, padding=2, dilation=2).double(), (4, 8, 32, 32), {}, ABOUT),
+    (nn.Conv3d(8, 8, 3, padding=1), (1, 8, 16, 16, 16), {}, ABOUT),
+]
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (nn.Conv2d(8, 16, 3, padding=1), (1, 8, 32, 32)),
-        (nn.Conv2d(8, 16, 3, padding=1).double(), (4, 8, 32, 32)),
-        (nn.Conv2d(8, 16, 3, padding=2, dilation=2).double(), (4, 8, 32, 32)),
-        (nn.Conv3d(8, 8, 3, padding=1), (1, 8, 16, 16, 16)),
-    ],
-    ids=str,
-)
-def test_what_a_convolution_that_torch_unfolds_works_with_is_predicted(layer, shape):
-    """Of few images, and in float64: a matrix of all that the kernel covers."""
-    x = torch.randn(shape, dtype=layer.weight.dtype, requires_grad=True)
-    run = scoped(lambda: layer(x * 2).square().mean(), budget="1 GiB")
-    _, peak = bytes_of(run)
-    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.05)
+@pytest.mark.parametrize(("layer", "shape", "layout", "limits"), CONVOLUTIONS)
+def test_what_the_backward_of_a_convolution_works_with_is_predicted(layer, shape, layout, limits):
+    """(Other processors may need less.)"""
+    x = torch.randn(shape, dtype=next(layer.parameters()).dtype).to(**layout).requires_grad_()
+    found = predicted(lambda: layer(x * 2).square().mean(), budget="1 GiB")
+    assert limits.get("least", 1 / 1.1) <= found <= limits.get("most", math.inf)
 
 
 @pytest.mark.parametrize("channels", [3, 4])
 def test_what_a_convolution_of_frames_without_a_gradient_works_with_is_predicted(channels):
     """Frames with more channels than colours are copied."""
     layer, frames = nn.Conv2d(channels, 16, 8, 4), torch.randn(16, channels, 64, 64)
-    run = scoped(lambda: layer(frames / 2).square().mean())
-    _, peak = bytes_of(run)
-    assert peak <= 1.05 * run.scope.stats.peak_predicted
+    assert 1.05 * predicted(lambda: layer(frames / 2).square().mean()) >= 1
 
 
 @pytest.mark.parametrize("is_video", [False, True])
@@ -1593,9 +1579,7 @@ def test_what_an_operator_works_with_is_predicted(operator):
     x.grad = torch.zeros_like(x)
     if isinstance(operator, nn.Module):
         oracle.with_gradients(operator.parameters())
-    run = scoped(lambda: (operator(x * 2) * 2).sum())
-    peak = bytes_of(run).peak
-    assert abs(run.scope.stats.peak_predicted / peak - 1) <= 0.02
+    assert abs(predicted(lambda: (operator(x * 2) * 2).sum()) - 1) <= 0.02
 
 
 @NO_ROOM
