@@ -321,15 +321,21 @@ def test_nothing_grows_with_the_number_of_programs(monkeypatch):
     assert not alive
 
 
-def test_parameters_that_get_other_memory_in_a_block_are_known_again(monkeypatch):
+@pytest.fixture
+def planned(monkeypatch):
+    """One number for each plan that is made."""
+    found, plan_of = [], replay.plan_of
+    monkeypatch.setattr(replay, "plan_of", lambda *given: found.append(1) or plan_of(*given))
+    return found
+
+
+def tanh_layers(count):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(count)))
+
+
+def test_parameters_that_get_other_memory_in_a_block_are_known_again(planned):
     """As those of a momentum encoder: memory that they had may be that of others then."""
-    planned = []
-    plan_of = replay.plan_of
-    monkeypatch.setattr(replay, "plan_of", lambda *given: planned.append(1) or plan_of(*given))
-    model, encoder = (
-        nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
-        for _ in range(2)
-    )
+    model, encoder = tanh_layers(4), tanh_layers(4)
     encoder.requires_grad_(False)
     oracle.with_gradients(model.parameters())
     clear_programs()
@@ -347,15 +353,11 @@ CHANGES = "sizes", "sizes and branches", "accumulated gradients", "gradients ins
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_plan_is_not_made_anew_at_every_change(change, monkeypatch):
+def test_a_plan_is_not_made_anew_at_every_change(change, planned):
     """Sizes that come and go, and gradients that exist at every other step, share one plan. What a
     backward inside brings back depends on what is held, but not for long."""
-    planned = []
-    plan_of = replay.plan_of
-    monkeypatch.setattr(replay, "plan_of", lambda *given: planned.append(step) or plan_of(*given))
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    model, counts = tanh_layers(4), []
     clear_programs()
-    step = 0
     for step in range(20):
         x = torch.randn(4 if change == "accumulated gradients" else 4 << (step % 3), 64)
         with checkpoint_scope(policy=auto()):
@@ -364,11 +366,11 @@ def test_a_plan_is_not_made_anew_at_every_change(change, monkeypatch):
                 (g,) = torch.autograd.grad(y.sum(), model[0][0].weight, create_graph=True)
                 y = model(x + y.tanh() * g.sum())
         y.sum().backward()
+        counts.append(len(planned))
         if step % 2:
             model.zero_grad()
     times = 3 if change == "gradients inside" else 1  # in a block
-    assert 0 < len(planned) <= 12 * times
-    assert max(planned) < 12
+    assert 0 < counts[11] == counts[-1] <= 12 * times
 
 
 def test_a_window_that_a_split_makes_no_smaller_stays_whole(monkeypatch):
@@ -385,7 +387,7 @@ def test_a_window_that_a_split_makes_no_smaller_stays_whole(monkeypatch):
 
 def test_a_block_in_pieces_holds_nothing_that_plans_keep():
     """Another thread may have planned whole paths in the tree that it follows."""
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+    layers = tanh_layers(8)
 
     def step():
         x = torch.ones(64, 64, requires_grad=True)
