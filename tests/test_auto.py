@@ -1153,19 +1153,6 @@ class Convolutions(nn.Module):
         return (self.two(self.one(x).relu()).relu() + self.skip(x)).relu()
 
 
-class Swish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x.sigmoid()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        gate = x.sigmoid()
-        return gradient * (gate * (1 + x * (1 - gate)))
-
-
 class Scaled(torch.autograd.Function):
     """A normalisation with a weight of its own."""
 
@@ -1187,11 +1174,11 @@ class Scaled(torch.autograd.Function):
 class Fused(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(4 * width))
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
-        return x + self.down(Swish.apply(self.up(Scaled.apply(x, self.weight))))
+        return x + self.down(Scaled.apply(self.up(x), self.weight))
 
 
 class Strided(nn.Module):
