@@ -1094,6 +1094,29 @@ def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():
     assert later == run.scope.stats
 
 
+def test_programs_by_turns_repeat_no_more_than_each_by_itself():
+    """Two losses of one trunk. What a run holds is told by the plan that came next the last time."""
+    trunk, x = perceptrons(8), torch.randn(256, 64)
+    heads = perceptrons(3), perceptrons(6)
+    oracle.with_gradients(nn.ModuleList([*trunk, *heads[0], *heads[1]]).parameters())
+
+    def run(head):
+        y = x
+        with checkpoint_scope(auto()) as scope:
+            for layer in [*trunk, *head]:
+                y = y + layer(y)
+            loss = y.square().mean()
+        loss.backward()
+        return scope.stats.ops_replayed
+
+    alone = []
+    for head in heads:
+        clear_programs()
+        alone.append([run(head) for _ in range(3)][-1])
+    clear_programs()
+    assert [run(head) for head in heads * 4][-2:] == alone
+
+
 def test_steps_between_those_with_a_gradient_penalty_are_as_cheap_as_without_any():
     """A backward inside a block makes it keep its values later, if the last block had one, too."""
     layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(12))

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not GLOO, reason="needs gloo")
 if dist.is_available():
     from ranks import PROGRAMS, N, doors
 
-SECONDS = 280  # for everything, with processes of others beside; forty on two idle cores
+SECONDS = 280  # for everything, with processes of others beside; thirty-five on two idle cores
 FILE = str(Path(__file__).with_name("ranks.py"))
 ranks = Program("-W", "ignore", FILE, str(SECONDS), GLOO_SOCKET_IFNAME="lo")
 ALL = [(name, world) for world, programs in PROGRAMS.items() for name in programs]
