@@ -1095,7 +1095,7 @@ def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():
 
 
 def test_programs_by_turns_repeat_no_more_than_each_by_itself():
-    """Two losses of one trunk. What a run holds is told by the plan that came next the last time."""
+    """Two heads of one trunk. What a run holds is told by the plan that came next the last time."""
     trunk, x = perceptrons(8), torch.randn(256, 64)
     heads = perceptrons(3), perceptrons(6)
     oracle.with_gradients(nn.ModuleList([*trunk, *heads[0], *heads[1]]).parameters())
