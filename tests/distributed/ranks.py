@@ -411,9 +411,10 @@ def main(rank, world, folder, only=""):
 
 def import_all():
     """What torch imports when it first compiles, which each rank would import; garbage collections
-    of the ranks look at none of it."""
-    block = torch.compile(Block(), backend="aot_eager")
-    checkpointed(block)(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+    of the ranks look at none of it. Not a backward: where torch is built for GPUs, none may run
+    before a fork."""
+    with torch.no_grad():
+        torch.compile(Block(), backend="aot_eager")(torch.ones(2, WIDTH))
     torch._dynamo.reset()
     gc.freeze()
 
