@@ -363,8 +363,8 @@ class Case:
     doors: Any = ALL
     _wanted: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
-    def check(self, door: str, but: str = "") -> None:
-        for backward in (name for name in self.backwards if name != but):
+    def check(self, door: str) -> None:
+        for backward in self.backwards:
             found = functools.partial(outcome, self.program, make=self.make, backward=backward)
             want, got = self._wanted.get(backward) or found(REGIONS["plain"]), found(REGIONS[door])
             if door in self.refused and isinstance(got.get("error"), CheckpointError):
@@ -420,15 +420,9 @@ class Table:
     def tests(self, cycles: tuple[str, ...] = ()) -> tuple[Function, Function]:
         """The tests of this table; in `cycles`, plain code makes one, too."""
 
-        numbers = {id(case): number for number, case in enumerate(self.cases.values())}
-
         @pytest.mark.parametrize(("program", "door"), self.pairs())
         def bit_for_bit(program: Case, door: str) -> None:
-            """Of the backwards of first order one by turns, if there is one of the second."""
-            turn = numbers[id(program)] + ALL.index(door)
-            program.check(
-                door, ("first", "partial")[turn % 2] if len(program.backwards) > 2 else ""
-            )
+            program.check(door)
 
         @pytest.mark.parametrize(("program", "door"), self.pairs(("scope", "rerun"), cycles))
         def nothing_stays(program: Case, door: str, frozen: None) -> None:

@@ -407,7 +407,7 @@ def run(x):
 torch.func.vmap(torch.sin)(torch.ones(2))  # imports much
 child = os.fork()
 if child:
-    os.waitpid(child, 0)
+    assert os.waitpid(child, 0)[1] == 0
     print("and the other door:", file=sys.stderr, flush=True)
 
 checkpoint(torch.sin, x, use_reentrant=True).sum().backward()

@@ -1101,10 +1101,8 @@ def test_programs_by_turns_repeat_no_more_than_each_by_itself():
     oracle.with_gradients(nn.ModuleList([*trunk, *heads[0], *heads[1]]).parameters())
 
     def run(head):
-        y = x
         with checkpoint_scope(auto()) as scope:
-            for layer in [*trunk, *head]:
-                y = y + layer(y)
+            y = added_up(lambda layer, y: layer(y), [*trunk, *head], x)
             loss = y.square().mean()
         loss.backward()
         return scope.stats.ops_replayed
@@ -1521,7 +1519,7 @@ CONVOLUTIONS = [  # copies of images and weights; where channels are last, weigh
 
 @pytest.mark.parametrize(("layer", "shape", "layout", "limits"), CONVOLUTIONS)
 def test_what_the_backward_of_a_convolution_works_with_is_predicted(layer, shape, layout, limits):
-    """(Other processors may need less.)"""
+    """What a plan counts is at least what is needed: other processors may need less."""
     x = torch.randn(shape, dtype=next(layer.parameters()).dtype).to(**layout).requires_grad_()
     found = predicted(lambda: layer(x * 2).square().mean(), budget="1 GiB")
     assert limits.get("least", 1 / 1.1) <= found <= limits.get("most", math.inf)

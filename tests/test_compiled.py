@@ -436,7 +436,7 @@ def test_in_the_place_of_torchs_function(monkeypatch):
 
 def test_compiled_autograd_over_eager_regions():
     """The recompute stays in eager mode, since a compiled one would save other tensors."""
-    compiler = functools.partial(torch.compile, backend="eager")
+    compiler = functools.partial(torch.compile, backend="aot_eager")
     for door in (BEGUN, checkpointed):
         runs, (x, y) = [], arguments()
         result = door(lambda x, y: (runs.append(1), fn(x, y))[1])(x, y).sum()  # noqa: B023

@@ -6,12 +6,22 @@ import functools
 import operator
 import weakref
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from oracle import RERUNS, WAYS, Programs, data, integers as leaf, plain, rerun, same
+from oracle import (
+    RERUNS,
+    WAYS,
+    Programs,
+    data,
+    integers as leaf,
+    plain,
+    replay,
+    rerun,
+    same,
+    same_bits,
+)
 from torch import nn
 
 from checkpointing import ChangedError, MismatchError, checkpointed, is_recomputing
@@ -146,7 +156,7 @@ def test_parameters_that_are_exchanged_around_a_region(door, change):
     """Refused by a rerun, by the names that they have now, with the remedy; right under replay."""
     exchange = LOOPS.get(change) or functools.partial(afterwards, change=change)
     if door not in RERUNS:
-        oracle.same_bits(WAYS[door], exchange)
+        same_bits(WAYS[door], exchange)
         return
     one, two = r"saves the parameter Net\.one\.weight ", r".*saved the parameter Net\.two\.weight "
     match = one + two if change == "swapped" else r"parameter .*float32 tensor of shape"
@@ -250,7 +260,7 @@ def frozen(tensor):
 
 
 FOUR = torch.ones(4)
-PLACE, VALUES = "in the place of the parameter Frozen.weight", "frozen one of the same values"
+PLACE, VALUES = "in the place of the parameter Frozen.weight", "or a frozen one of the same values"
 SCALED, ITSELF = operator.attrgetter("scaled"), lambda module: module
 OTHERS = {  # what reads a frozen weight, how that is exchanged, and what the error says
     "values": (SCALED, lambda module: give(module, frozen(FOUR * 0)), PLACE),
@@ -454,7 +464,7 @@ def steps_in_regions_that_add_their_gradients_once(door):
         loss.backward()
         return loss.detach()
 
-    return door(step)(x), oracle.replay(door(step))(x), *(p.grad for p in layer.parameters())
+    return door(step)(x), replay(door(step))(x), *(p.grad for p in layer.parameters())
 
 
 @program()

@@ -201,7 +201,9 @@ def test_without_preserving_replay_is_exact_and_stashes_nothing(door):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    code = "import warnings, fake_accelerator as it; warnings.simplefilter('error'); it.main()"
+    code = (
+        "import warnings; warnings.simplefilter('error'); import fake_accelerator as it; it.main()"
+    )
     return json.loads(Code(code).output)
 
 

@@ -73,8 +73,8 @@ DOORS = {  # for each block, for the model
 # A function that is replayed is what a scope is: these are run through both.
 REPLAYED = ("ddp", "fsdp2, inside", "fsdp2, around", "sequence parallel, around")
 REPLAYED += ("fsdp2, the model twice, not resharded", "collectives, written afterwards")
-# On four ranks by turns: two ranks run such a program through that door, too. Depth makes no
-# difference to a rerun of each block.
+# Four ranks leave out one door each time, by turns, which two ranks run with such a program. Depth
+# makes no difference to a rerun of each block.
 LEFT_OUT = {
     "fsdp2, around, deep": ["rerun"],
     "fsdp2, the model twice, not resharded": ["auto"],  # an error, as in a scope

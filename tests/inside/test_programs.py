@@ -449,7 +449,7 @@ def test_tensors_that_share_an_element_overlap():
     random.seed(0)
     base = torch.arange(120)
     apart = 0
-    for _ in range(6_000):
+    for _ in range(10_000):
         views = []
         for _ in range(2):
             size = [random.randint(0, 4) for _ in range(random.randint(0, 3))]
@@ -463,7 +463,7 @@ def test_tensors_that_share_an_element_overlap():
         found = _torch.overlap(one, other)
         assert found or not share
         apart += not found
-    assert apart > 1_200
+    assert apart > 2_000
     x = torch.rand(2, 3)
     assert _torch.overlap(x[:0], x) is False
     assert _torch.overlap(x, x)
