@@ -432,6 +432,20 @@ def a_cache_that_grows_once(door):
         yield cache.layers[1].keys.detach()
 
 
+@program("rerun", "replay", "scope")
+def a_variable_of_a_closure_that_gets_its_first_value_later(door):
+    def fn(x):
+        try:
+            return x.exp().sin() * scale
+        except NameError:
+            return x.exp().sin()
+
+    x = leaf(4)
+    y = door(fn)(x)
+    scale = 3.0
+    return *torch.autograd.grad(y.sum(), x), torch.tensor(scale)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_rerun_that_grows_a_cache_again_says_what_helps(fails):
     """In a few lines; with the function's own exception, if there is one, as the cause."""

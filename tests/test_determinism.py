@@ -8,6 +8,7 @@ import torch
 import torch.utils.checkpoint
 from oracle import EACH_WAY, leaf, replay, rerun, through
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from checkpointing import CheckpointError, MismatchError, checkpoint_scope, checkpointed
 
@@ -81,6 +82,13 @@ def test_other_metadata(what, early_stop):
     assert len(text) < 4000
 
 
+def test_what_is_read_outside_of_backward_is_checked_too():
+    functions = iter([torch.exp, torch.clone])
+    y = checkpointed(lambda x: next(functions)(x.sin()))(leaf())
+    with pytest.raises(MismatchError, match="a read outside of backward"):
+        y.grad_fn._saved_result  # noqa: B018
+
+
 def test_a_failed_check_can_be_tried_again():
     table, x = {"dtype": torch.float32}, leaf(3)
     inner = checkpointed(lambda x: x.to(table["dtype"]).sin().exp(), name="inner")
@@ -136,6 +144,24 @@ def test_values_finds_nothing_where_nothing_differs(make, backend):
         return torch.where(mask, x.sin(), x).flatten()[index].exp() * x
 
     checkpointed(fn, backend=backend, determinism_check="values")(make()).sum().abs().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("backend", ["rerun", "replay"])
+def test_values_of_sparse_tensors_are_compared(backend):
+    rows = torch.eye(3).to_sparse_csr()
+    fn = lambda x: (rows @ x.sin()).exp()
+    checkpointed(fn, backend=backend, determinism_check="values")(leaf(3, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("around", [FakeTensorMode, lambda: torch.device("meta")])
+@pytest.mark.parametrize("backend", ["rerun", "replay"])
+def test_values_that_do_not_exist_are_not_compared(around, backend):
+    with around():
+        x = torch.rand(3, requires_grad=True)
+        fn = lambda x: x.sin().exp()
+        checkpointed(fn, backend=backend, determinism_check="values")(x).sum().backward()
+    assert x.grad.shape == x.shape
 
 
 @pytest.mark.parametrize(

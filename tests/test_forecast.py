@@ -185,6 +185,12 @@ def test_memory_generators_and_gradients_are_afterwards_as_they_were():
         assert all(old is new for old, new in zip(buffers, model.buffers(), strict=True))
 
 
+def test_a_tensor_that_a_result_is_written_to_is_afterwards_a_leaf_again():
+    x, w = torch.ones(4), leaf(4)
+    forecast(lambda: x.mul_(w).exp().sum())
+    assert x.is_leaf and not x.requires_grad and bits(x) == bits(torch.ones(4))
+
+
 def test_buffers_are_put_back_if_a_module_is_called_before_one_that_contains_it():
     child, x = Writing(), torch.randn(4, 8)
     parent, before = nn.Sequential(child), child.mean

@@ -146,6 +146,33 @@ class Normaliser(nn.Module):
         return self.norm(before) * (after - self.mean) * noise, self.mean.exp()
 
 
+class Noted(nn.Module):
+    """Its buffers are set, registered and forgotten by a function that only the forward calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.ones(4))
+
+    @forward_only
+    def note(self, x):
+        self.last = x.detach() * 2 if self.last is None else None
+        self.register_buffer("newest", x.detach() * 3)
+        return [x.detach().square(), Config(3), None]
+
+    def forward(self, x):
+        square, config, _ = self.note(x)
+        return (x * square * config.width + self.newest).exp()
+
+
+@program(*WAYS)
+def buffers_that_it_sets_registers_and_forgets(door):
+    module, x = Noted(), leaf()
+    for _ in range(3):
+        y = door(module)(x)
+        yield torch.autograd.grad(y.sum(), x)
+        yield [(name, buffer) for name, buffer in module.named_buffers()]
+
+
 def test_a_changed_result_is_an_error():
     kept = []
     scale = forward_only(lambda: kept.append(torch.full((4,), 2.0)) or kept[0])

@@ -4,10 +4,11 @@ import itertools
 import pickle
 import types
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
-from oracle import bits, count, leaf, replay, rerun, same_bits, scope, seed, through
+from oracle import Hooks, apply, bits, count, leaf, replay, rerun, same_bits, scope, seed, through
 from test_arguments import STRUCTURES
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -247,6 +248,23 @@ def test_a_disabled_scope_inside_a_scope_keeps_what_it_saves():
         assert gradient(nest) == gradient(program)
 
 
+@pytest.mark.parametrize("inside", ["c", "r", "s", "hooks"])
+def test_a_disabled_scope_may_hold_regions_and_stand_in_hooks(inside):
+    def write(x):
+        x = (x * 2).mul_(2)
+        return x.exp().atan()
+
+    def fn(x):
+        y = x.sin() @ x
+        hooks = torch.autograd.graph.save_on_cpu() if inside == "hooks" else nullcontext()
+        with hooks, checkpoint_scope(enabled=False):
+            y = apply(inside if len(inside) == 1 else "", write)(y * 1)
+        return y.tanh().cos()
+
+    for nest in (scope(fn), scope(scope(fn)), checkpointed(scope(fn)), scope(checkpointed(fn))):
+        assert gradient(nest) == gradient(fn)
+
+
 def test_a_backward_inside_is_not_asked_about():
     asked, x = [], leaf(3)
 
@@ -355,6 +373,23 @@ def test_a_kept_value_that_the_function_writes(door):
             step(door)
     else:
         same_bits(door, step)
+
+
+def test_a_kept_value_comes_back_where_a_rerun_makes_another_size():
+    sizes, x = iter([3, 5]), leaf(3)
+    y = checkpointed(lambda x: (x * keep([torch.ones(next(sizes))])[0].sum()).exp())(x)
+    assert bits(*torch.autograd.grad(y.sum(), x)) == bits(3 * (3 * x.detach()).exp())
+
+
+def test_a_kept_value_from_outside_that_has_changed_unseen_is_an_error():
+    """No version counts what is written through `.data`; what hooks hold is a copy."""
+    x, outside = leaf(3), types.SimpleNamespace(scale=torch.ones(3))
+    with Hooks():
+        y = checkpointed(lambda x: (x * keep(outside.scale)).exp())(x)
+    outside.scale.data.add_(1)
+    with pytest.raises(checkpointing.ChangedError, match="given to keep"):
+        y.sum().backward()
+    assert outside.scale.tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("nested", [(), (3,), (0, 2)])

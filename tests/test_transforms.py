@@ -103,6 +103,12 @@ def tangent_before_opaque(x, w):
     return value * tangent
 
 
+def attention_of_zeros(x, w):
+    """A kernel that reads memory would find none: transforms see these keys, and its parts."""
+    q, k, v = x[None], torch._efficientzerotensor((1, 3, 5)), (x * w)[None]
+    return nn.functional.scaled_dot_product_attention(q, k, v)[0]
+
+
 INSIDE = {
     "vmap": lambda x, w: func.vmap(lambda row: (row * w).sin().exp())(x),
     "vmap with randomness": lambda x, w: func.vmap(
@@ -112,6 +118,7 @@ INSIDE = {
     "vmap of jvp": lambda x, w: func.vmap(lambda row: tangent(function, row * w, w))(x),
     "dual numbers": dual,
     "jvp before opaque": tangent_before_opaque,
+    "attention of efficient zeros": lambda x, w: attention_of_zeros(x.sin(), w.expand(3, 5)),
     "region in vmap": lambda x, w: func.vmap(checkpointed(lambda row: function(row * w)))(x).cos(),
 }
 

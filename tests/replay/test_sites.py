@@ -397,6 +397,14 @@ SITES = {  # kinds of runs that go through one site, and what each does
         m = (x.view(2, 2).t() if kind else x.view(2, 2)) * 1
         m.reshape(4).add_(1)
     y = w.view(2, 2) * m.clone()""",
+    "an argument that is a tensor, or none": """
+    False, True
+    bias = lin.bias if kind else None
+    y = torch.nn.functional.conv1d(x.view(1, 1, 4), w.view(4, 1, 1), bias)
+    y = y.sin() * y""",
+    "numbers with an imaginary part": """
+    2j, complex(-0.0, 2.0), complex(0.0, 2.0), 3 + 1j
+    y = torch.view_as_real((w.sin() * kind).exp()).sin()""",
     "a kept value of which a copy is kept, with another offset": """
     None
     h = keep(torch.cat([w, w])[2:8]).as_strided((2,), (1,), 3)
