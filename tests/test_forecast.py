@@ -351,7 +351,12 @@ def test_a_scope_around_a_whole_model_says_once_that_it_needs_a_policy():
     assert "checkpoint_scope(auto())" in message
 
 
+def branches(layers, x):
+    return loss_of(layers[:4], x) + loss_of(layers[4:], x)
+
+
 QUIET = {
+    "branches": scope(branches),
     "each": lambda layers, x: loss_of(map(scope, layers), x),
     "planned": scope(loss_of, policy=auto()),
     "halves": lambda layers, x: scope(loss_of)(layers[4:], scope(through)(layers[:4], x)),

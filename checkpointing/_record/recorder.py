@@ -216,7 +216,7 @@ class Recorder(Memories):
         if info.may_draw and not (self._store.preserve_rng_state or is_fresh):
             return False
         if memory.state is UNFILLED:
-            return info.overwrites or info.allocates
+            return info.overwrites
         return memory.state is MADE
 
     def _template(self, place: int | str, arg: Any) -> Any:

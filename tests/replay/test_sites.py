@@ -402,6 +402,12 @@ SITES = {  # kinds of runs that go through one site, and what each does
     bias = lin.bias if kind else None
     y = torch.nn.functional.conv1d(x.view(1, 1, 4), w.view(4, 1, 1), bias)
     y = y.sin() * y""",
+    "a memory that is filled in many parts": """
+    None
+    m = torch.empty(40, 4)
+    for n, row in enumerate(m):
+        row.copy_(x * n)
+    y = (w * m).sin() * m""",
     "numbers with an imaginary part": """
     2j, complex(-0.0, 2.0), complex(0.0, 2.0), 3 + 1j
     y = torch.view_as_real((w.sin() * kind).exp()).sin()""",
