@@ -121,6 +121,14 @@ def test_held_tensors_are_told_apart_and_sorted():
     del y, z, w
 
 
+def test_a_region_that_saves_no_more_than_indices_is_found():
+    """Autograd has them as a list."""
+    region = checkpointed(lambda x: x[torch.tensor([0, 2])], preserve_rng_state=False)
+    y = region(leaf() * 2)
+    (region,) = report(y).regions
+    assert region.bytes_held == N
+
+
 def test_notes_name_operator_module_and_line():
     """Where what is saved or kept was made, by the names that `named_modules` gives."""
     model, x = nn.Sequential(*(Block() for _ in range(3))), torch.ones(2, 8, requires_grad=True)

@@ -402,6 +402,13 @@ SITES = {  # kinds of runs that go through one site, and what each does
     bias = lin.bias if kind else None
     y = torch.nn.functional.conv1d(x.view(1, 1, 4), w.view(4, 1, 1), bias)
     y = y.sin() * y""",
+    "nested tensors in another shape, where the operator does not come in parts": """
+    None
+    with torch.inference_mode():
+        n = torch.nested.nested_tensor([torch.ones(2, 4), x[None]])
+        n = n.reshape(2, -1, 2, 2).sin().reshape(2, -1, 4)
+        m = torch.nested.to_padded_tensor(n, 0.0)[1, 0]
+    y = w * m.clone()""",
     "a memory that is filled in many parts": """
     None
     m = torch.empty(40, 4)
