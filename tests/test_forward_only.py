@@ -146,6 +146,15 @@ class Normaliser(nn.Module):
         return self.norm(before) * (after - self.mean) * noise, self.mean.exp()
 
 
+@program(*WAYS)
+def it_may_take_a_sparse_tensor(door):
+    """No part of one can be its result."""
+    rows, x = torch.eye(4).to_sparse(), leaf()
+    degrees = forward_only(lambda rows: torch.sparse.sum(rows, 0).to_dense())
+    y = door(lambda x: (x * degrees(rows)).exp())(x)
+    return torch.autograd.grad(y.sum(), x)
+
+
 class Noted(nn.Module):
     """Its buffers are set, registered and forgotten by a function that only the forward calls."""
 
