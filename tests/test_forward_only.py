@@ -148,7 +148,7 @@ class Normaliser(nn.Module):
 
 @program(*WAYS)
 def it_may_take_a_sparse_tensor(door):
-    """No part of one can be its result."""
+    """It has no strides that would tell whether a result is a part of it."""
     rows, x = torch.eye(4).to_sparse(), leaf()
     degrees = forward_only(lambda rows: torch.sparse.sum(rows, 0).to_dense())
     y = door(lambda x: (x * degrees(rows)).exp())(x)
@@ -179,7 +179,7 @@ def buffers_that_it_sets_registers_and_forgets(door):
     for _ in range(3):
         y = door(module)(x)
         yield torch.autograd.grad(y.sum(), x)
-        yield [(name, buffer) for name, buffer in module.named_buffers()]
+        yield [*module.named_buffers()]
 
 
 def test_a_changed_result_is_an_error():

@@ -266,7 +266,7 @@ def test_memory_is_held_unless_its_parts_fill_it(dim):
 
 
 def test_each_backward_may_need_another_part():
-    """More of them than the windows that are remembered. What nobody needs is gone."""
+    """There are more such parts than windows that a plan remembers."""
     x = leaf(5)
 
     def gradient(parts, region):
@@ -274,11 +274,12 @@ def test_each_backward_may_need_another_part():
             stem = x.sin().exp()
             every = [(stem * n).sin().exp() for n in range(4)]
         some = [every[n].sum() for n in parts]
-        del stem, every
+        del stem, every  # what nobody needs is gone
         return bits(*torch.autograd.grad(some, x))
 
-    for parts in [parts for size in (1, 2, 3) for parts in itertools.combinations(range(4), size)]:
-        assert gradient(parts, checkpoint_scope()) == gradient(parts, contextlib.nullcontext())
+    for size in (1, 2, 3):
+        for parts in itertools.combinations(range(4), size):
+            assert gradient(parts, checkpoint_scope()) == gradient(parts, contextlib.nullcontext())
 
 
 def test_memory_that_is_read_before_all_of_it_is_filled_is_held_once():

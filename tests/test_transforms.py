@@ -104,7 +104,7 @@ def tangent_before_opaque(x, w):
 
 
 def attention_of_zeros(x, w):
-    """A kernel that reads memory would find none: transforms see these keys, and its parts."""
+    """An efficient zero has no memory that a kernel could read."""
     q, k, v = x[None], torch._efficientzerotensor((1, 3, 5)), (x * w)[None]
     return nn.functional.scaled_dot_product_attention(q, k, v)[0]
 
