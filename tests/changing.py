@@ -122,13 +122,15 @@ class Cases:
     def layouts_that_change(n, region, m):
         """An adjacency that is dense, sparse, or nested."""
         mask = torch.eye(4, dtype=torch.float64)
-        nested = lambda: torch.nested.nested_tensor([mask, mask[:2]], layout=torch.jagged)
-        sparse = mask.to_sparse, mask.to_sparse_csr
-        adjacency = (mask.clone, *sparse, nested, *sparse)[n]()
+        nested = [
+            functools.partial(torch.nested.nested_tensor, [mask, mask[:2]], layout=layout)
+            for layout in (torch.jagged, torch.strided)
+        ]
+        adjacency = (mask.clone, mask.to_sparse, mask.to_sparse_csr, *nested, mask.to_sparse)[n]()
 
         def f(x):
             like = torch.zeros_like(adjacency)
-            dense = like.values() if like.is_nested else like.to_dense()
+            dense = like.to_padded_tensor(0.0) if like.is_nested else like.to_dense()
             return (x * (dense.sum() + 1)).sin().exp()
 
         return region(f, m.leaf(4, 4))

@@ -20,6 +20,7 @@ from torch import Tensor
 from .. import _torch
 from .._engine import is_parameter, root_of
 from .program import (
+    NO_STRIDES,
     ON_MADE,
     OWN,
     ZEROS,
@@ -152,7 +153,8 @@ class Matcher:
                 return ON_MADE
             if _torch.is_zeros(tensor):
                 return ZEROS
-        return OWN
+        has_strides = is_whole or not (tensor.is_nested or tensor.is_quantized)
+        return OWN if has_strides else NO_STRIDES
 
     def _is_at(self, cell: int, place: int | None) -> bool:
         """Whether the tensor in a cell is alive, and `set_` has given it no other memory."""

@@ -51,6 +51,7 @@ FEWER_SAVES = "fewer saves"  # what autograd saves after the step before differs
 # The origin of a tensor that a run has not met: the cell of a tensor from outside on the same
 # memory, one of these, or the layout of a tensor without a storage (sparse ones).
 OWN = "memory of its own"
+NO_STRIDES = "memory of its own, without strides"  # nested and quantized tensors
 ON_MADE = "memory that recorded operators have made"
 ZEROS = "efficient zeros"  # for which operators run in another way
 Origin = int | str
