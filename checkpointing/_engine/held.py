@@ -60,7 +60,7 @@ class Aliased(Held):
         self._version = _torch.version(self.packed)
 
     def freeze(self, copied: Any = None) -> None:
-        self.packed, self.is_parameter = without_recording(_torch.clone_storage, self.packed), False
+        self.packed, self.is_parameter = without_recording(_torch.copy, self.packed), False
         self.renew()
 
 
