@@ -127,7 +127,7 @@ class InSlot(Held):
                 self._owner = None
             return
         # Packing again would be a slot that the forward did not have: deliver the copy instead.
-        copy = without_recording(_torch.clone_storage, self.packed)
+        copy = without_recording(_torch.copy, self.packed)
         request = self._owner and self._owner()
         if request is not None:
             request.replace(self.packed, copy)

@@ -153,8 +153,7 @@ class Matcher:
                 return ON_MADE
             if _torch.is_zeros(tensor):
                 return ZEROS
-        has_strides = is_whole or not (tensor.is_nested or tensor.is_quantized)
-        return OWN if has_strides else NO_STRIDES
+        return OWN if is_whole or _torch.is_strided(tensor) else NO_STRIDES
 
     def _is_at(self, cell: int, place: int | None) -> bool:
         """Whether the tensor in a cell is alive, and `set_` has given it no other memory."""

@@ -65,7 +65,7 @@ class Execution:
         table, numbers = self.table, self.stock.numbers
         for place, _, is_written in self.window.starts:
             if is_written:
-                table[place] = _torch.clone_storage(table[place])
+                table[place] = _torch.Copies().of(table[place])
         found, exposed = self.found, self.exposed
         for number, place, part in self.window.at_once:
             found[number] = table[place]

@@ -90,10 +90,11 @@ Layout = tuple[torch.Size, tuple[int, ...], bool, bool, int]
 
 def layout_of(tensor: Tensor) -> Layout | None:
     """The geometry of a plain tensor; None for others."""
-    return _layout(tensor) if type(tensor) in _WITH_LAYOUT and _is_strided(tensor) else None
+    return _layout(tensor) if type(tensor) in _WITH_LAYOUT and is_strided(tensor) else None
 
 
-def _is_strided(tensor: Tensor) -> bool:
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor is one range of a storage, seen through sizes and strides."""
     return not (tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized)
 
 
@@ -172,18 +173,13 @@ class Copies(dict[tuple[int, int], tuple[Tensor, Tensor]]):
             del self[key]
 
     def of(self, tensor: Tensor) -> Tensor:
-        if not _is_strided(tensor) or is_zeros(tensor):
+        if not is_strided(tensor) or is_zeros(tensor):
             return copy(tensor)
         key = storage_id(tensor), version(tensor)
         if key not in self:
             self[key] = tensor, copy(bytes_of(tensor))
         new = lay_as(self[key][1], tensor.dtype, _layout(tensor))
         return new.detach()  # a view can't be written with a graph
-
-
-def clone_storage(tensor: Tensor) -> Tensor:
-    """A copy of a tensor with its whole storage."""
-    return Copies().of(tensor)
 
 
 def write(tensor: Tensor, values: Tensor) -> None:
