@@ -38,19 +38,17 @@ def seeded():
     clear_programs()
 
 
-@pytest.fixture(scope="module")
-def frozen():
-    """What is there already is left out of counts and collections."""
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_frozen():
+    """What is there already is left out of counts, and of collections, which take less time."""
     with FlopCounterMode(display=False):
         torch.ones(3).sin()
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
-def no_gc(frozen):
+def no_gc():
     """Only reference counts may free what the test makes."""
     gc.collect()
     gc.disable()

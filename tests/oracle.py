@@ -425,7 +425,7 @@ class Table:
             program.check(door)
 
         @pytest.mark.parametrize(("program", "door"), self.pairs(("scope", "rerun"), cycles))
-        def nothing_stays(program: Case, door: str, frozen: None) -> None:
+        def nothing_stays(program: Case, door: str) -> None:
             program.check_lifetimes(door)
 
         return bit_for_bit, nothing_stays

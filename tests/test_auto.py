@@ -30,7 +30,6 @@ from checkpointing import (
 )
 
 # Memory is measured after collections, which are quick then.
-pytestmark = pytest.mark.usefixtures("frozen")
 
 
 def scoped(fn, **options):

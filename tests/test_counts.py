@@ -171,7 +171,7 @@ def test_recompute_stops_at_the_last_live_holder(door):
     assert again == once_each("sin exp")
 
 
-def test_no_hooks_stay_on_the_nodes_of_custom_functions(frozen):
+def test_no_hooks_stay_on_the_nodes_of_custom_functions():
     x = torch.ones(3, requires_grad=True)
     y = checkpointed(lambda x: SavesItsOutput.apply(x.exp()) * 2)(x).sum()
 

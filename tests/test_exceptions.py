@@ -42,7 +42,7 @@ def fails(error):
 @WORD
 @EARLY_STOP
 @ERRORS
-def test_in_the_body(word, early_stop, error, frozen):
+def test_in_the_body(word, early_stop, error):
     """The forward fails half way, between operators; the half-recorded region goes with it."""
     fail = fails(error)
 

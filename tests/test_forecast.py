@@ -101,7 +101,6 @@ def measured(model, loss, policy=None):
 @pytest.mark.parametrize(
     ("name", "bf16"), [*[(name, False) for name in MODELS], ("decoder", True), ("pyramid", True)]
 )
-@pytest.mark.usefixtures("frozen")
 def test_each_row_is_what_a_step_takes(name, bf16):
     make, x = MODELS[name]
     model = make()

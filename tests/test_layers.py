@@ -140,7 +140,7 @@ def test_import_brings_in_nothing_but_the_package():
     assert Code(IMPORT).output.splitlines() == ["[]", "[]", "True", "False"]
 
 
-def test_no_state_builds_up_in_the_process(frozen):
+def test_no_state_builds_up_in_the_process():
     def step(seed):
         x = leaf()
         inner = rerun(lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp(), name=f"n{seed}")

@@ -14,7 +14,6 @@ from beside import Code
 from checkpointing import __main__ as job, checkpointed
 
 # Memory is measured after collections, which are quick then.
-pytestmark = pytest.mark.usefixtures("frozen")
 
 SMALL = ["--steps", "2", "--layers", "3", "--width", "32", "--context", "64", "--batch", "4"]
 

@@ -39,7 +39,6 @@ step.register_autograd(
 )
 
 # Memory is measured after collections, which are quick then.
-pytestmark = pytest.mark.usefixtures("frozen")
 
 
 def chain(n):

@@ -549,7 +549,7 @@ def plain_run(source: str) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def watched(frozen: None) -> Iterator[None]:
+def watched() -> Iterator[None]:
     """Only reference counts may free what the library makes. Numbers are doubles."""
     torch.set_default_dtype(torch.float64)
     gc.disable()

@@ -27,8 +27,6 @@ from checkpointing._record.history import History
 from checkpointing._record.position import Position
 from checkpointing._replay import replay
 
-pytestmark = pytest.mark.usefixtures("frozen")
-
 
 def layers(*widths):
     return nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))

@@ -164,7 +164,6 @@ def compare(program, make, where, must_run):
             yield door, f"{error or sorted(wrong)} (plain: {want.get('exception')})"
 
 
-@pytest.mark.usefixtures("frozen")  # so that the collection is quick
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_every_operator(shard):
     """Outputs, gradients of two orders and the random stream."""
