@@ -355,3 +355,67 @@ def test_what_a_block_holds_of_a_momentum_encoder(when):
         assert held >= sum(weight.nbytes for weight in encoder)
     else:
         assert held <= 4 * y.nbytes
+
+
+AVERAGES = {
+    "in place": lambda mean, new: mean.mul_(0.5).add_(new, alpha=0.5),
+    "through data": lambda mean, new: mean.data.mul_(0.5).add_(new.data, alpha=0.5),
+    "as a list": lambda mean, new: torch._foreach_lerp_([mean], [new], 0.5),
+}
+
+
+class Student(nn.Module):
+    """Beside the mean of its weights over time, which each forward updates."""
+
+    def __init__(self, average, layers=8):
+        super().__init__()
+        made = lambda: [nn.Parameter(torch.eye(64).clone()) for _ in range(layers)]
+        self.average, self.own, self.means = average, nn.ParameterList(made()), made()
+
+    @torch.no_grad()
+    def target(self, x):
+        for mean, weight in zip(self.means, self.own, strict=True):
+            self.average(mean, weight)
+        return functools.reduce(torch.mm, self.means, x)
+
+    def forward(self, x, depends=False):
+        target = self.target(x)
+        y = self.own[0] * x.square().sum()
+        return (y.exp() * target.mean(0)).sum() if depends else y.square().sum()
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("policy", [None, auto()], ids=str)
+def test_a_momentum_encoder_is_copied_only_where_a_window_starts_from_it(policy, average):
+    """As far as a plan is known: that of the run before."""
+    net, x = Student(AVERAGES[average]), torch.full((2, 64), 0.125)
+
+    def run():
+        net.own[0].grad = None
+        with checkpoint_scope(policy=policy):
+            return net(x)
+
+    weights = sum(weight.nbytes for weight in net.own)
+    assert memory_of(run).peak > weights
+    assert memory_of(run).peak < 0.75 * weights
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("policy", [None, auto()], ids=str)
+def test_a_momentum_encoder_that_a_new_path_starts_from_is_as_it_was(policy, average):
+    """Though the next block writes it before backward, and the plan had no use for it."""
+
+    def train(scope):
+        net, x = Student(AVERAGES[average], layers=2), torch.full((2, 64), 0.125)
+        for depends in (False, False, True, False, True):
+            losses = []
+            for _ in range(2):
+                with scope():
+                    losses.append(net(x, depends))
+            for loss in losses:
+                loss.backward()
+            with torch.no_grad():
+                net.own[0].sub_(net.own[0].grad, alpha=2**-6)
+        return bits([*net.own, *net.means, net.own[0].grad])
+
+    assert train(lambda: checkpoint_scope(policy=policy)) == train(contextlib.nullcontext)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Sequence, Set
+from functools import cached_property
 from itertools import pairwise
 from operator import add
 
@@ -49,6 +50,11 @@ class Plan:
         # The first slot that a backward with `retain_graph=True` has opened: from there on, all
         # stays for another one. And the slot that the plan assumes.
         self.retained = self.assumed = len(path.slots)
+
+    @cached_property
+    def needed(self) -> Set[Value]:
+        """What its windows start from."""
+        return set().union(*[group.needs(group.slots)[0] for group in self.groups])
 
     def suits(self, run: Run) -> bool:
         """Whether a run has the room that the plan assumes. A plan is not exchanged for one with

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch
-from .._engine import Region, note_written, thread
+from .._engine import Region, note_written, root_of, thread
 from .compiled import INDUCTOR, CompiledCode
 from .gathered import Gathering
 from .ops import Info, by_place, info_of, tensors_of
@@ -198,6 +198,15 @@ class Follower(TorchDispatchMode, Position, Region):
         if asked.is_lent:
             self._lend([self.cells[asked.value[0]]()])
         self.store.hold(asked)
+        if asked.is_copied and not self._is_idle(asked):
+            self.store.copy_states({asked.value})
+
+    def _is_idle(self, asked: Hold) -> bool:
+        """Whether no window of the plan starts from a parameter: that of a momentum encoder, which
+        the block has updated."""
+        if self.plan is None or asked.value in self.plan.needed:
+            return False
+        return _torch.is_whole_parameter(root_of(self.cells[asked.value[0]]()))
 
     def _prepare(self, step: Step, args: Any, kwargs: Any) -> None:
         """Before an operator runs, hold what a replay starts from, and note the arguments that it

@@ -8,7 +8,7 @@ Invariant: a value that is held stays as it was when it was read, or fetching it
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +81,7 @@ class Store:
         # bytes.
         self._filled: dict[Any, dict[_torch.Layout, int]] = defaultdict(dict)
         self._on: dict[int, list[Hold]] = defaultdict(list)  # what is held, by memory
+        self._states: dict[Value, int] = {}  # what other runs may write: the memories
 
     def mover(self, place: Answer | None) -> Mover | None:
         """Who takes tensors to a place; None if nobody has to."""
@@ -124,7 +125,7 @@ class Store:
             if asked.is_lent:
                 self.held[asked.value].is_parameter = True
         if asked.is_copied:
-            self.held[asked.value].freeze(lambda: _torch.copy(tensor))
+            self._states[asked.value] = asked.memory
 
     def _is_apart(self) -> bool:
         """Whether a backward inside the block runs, which a rerun of the enclosing region may meet
@@ -203,6 +204,14 @@ class Store:
                     self.later.append(held.renew)
                 elif must_copy(step, held, asked):
                     self._freeze(asked, held)
+
+    def copy_states(self, values: Set[Value]) -> None:
+        """Copy those of these values that other runs may write before backward."""
+        for value in values & self._states.keys():
+            there = self._on[self._states.pop(value)]
+            for asked in [each for each in there if each.value == value]:
+                there.remove(asked)
+                self._freeze(asked, self.held[value])
 
     def before_unseen_writes(self, step: Step) -> None:
         """Copy all that is held, but parameters."""
