@@ -120,6 +120,8 @@ class Pieces:
 
 def must_copy(step: Step, held: Held, asked: Hold) -> bool:
     """Whether something held is to be copied before a step writes there."""
+    if not asked.is_used:
+        return False
     if step.updates:  # statistics, without counting a version up: a replay would notice
         return asked.is_read
     return would_change(step.info, held)

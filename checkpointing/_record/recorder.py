@@ -105,6 +105,7 @@ class Recorder(Memories):
             memory.number,
             reader=step.func,
             is_read=step.func is not None or self._store.is_checked,
+            is_used=not step.is_view,
             is_parameter=memory.is_parameter,
             is_lent=memory.is_lent,
             is_copied=is_copied,
@@ -242,7 +243,7 @@ class Recorder(Memories):
             if there is None:
                 self._hold(template, copies)
             elif there.is_copied or not copies:
-                there.is_read = True
+                there.is_read = there.is_used = True
             else:
                 if is_copied:  # autograd has saved the tensor
                     template = self._meet(tensor)
@@ -341,7 +342,9 @@ class Recorder(Memories):
         memory = self.memory_of[cell]
         if memory.state is UNFILLED and is_read:  # then something unseen has filled it
             memory.state = OUTSIDE
-        if memory.state is not MADE and cell not in memory.there:
+        if cell in memory.there:
+            memory.there[cell].is_used = True
+        elif memory.state is not MADE:
             # Autograd saves it before the operator runs that fills it: nothing is in it yet.
             self._hold(template, is_hidden=memory.state is UNFILLED)
         slot = Slot(self.value(cell), step.firsts, step.holds, is_read)
