@@ -206,9 +206,9 @@ def overwritten(frame: object) -> CheckpointError:
 
 def given_back(frame: object, shape: Sequence[int]) -> CheckpointError:
     return CheckpointError(
-        f"{frame}: a parameter of shape {list(shape)} has no memory now: FSDP2 has freed it. It "
-        "was gathered when the region began, so the region does not gather it again. Put a region "
-        "into each sharded module, or let FSDP2 reshard after every forward and backward: "
+        f"{frame}: a tensor of shape {list(shape)} has no memory now: FSDP2, or other code that "
+        "streams weights, has freed it. The region can't fill it again. Put a region into each "
+        "sharded module, or let FSDP2 reshard after every forward and backward: "
         "reshard_after_forward=True, set_reshard_after_backward(True)."
     )
 

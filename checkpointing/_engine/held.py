@@ -60,6 +60,8 @@ class Aliased(Held):
         self._version = _torch.version(self.packed)
 
     def freeze(self, copied: Any = None) -> None:
+        if _torch.was_given_back(self.packed):
+            return  # who fetches it is told
         self.packed, self.is_parameter = without_recording(_torch.copy, self.packed), False
         self.renew()
 

@@ -29,7 +29,7 @@ class Work(Task):
         """What a run holds."""
         if type(held) is Aliased:
             alias = held.fetch(where)
-            if held.is_parameter and _torch.was_given_back(alias):
+            if _torch.was_given_back(alias):
                 raise errors.given_back(where, alias.shape)
             return alias
         if type(held) in _torch.UNWRAPPED:  # an earlier replay has made it

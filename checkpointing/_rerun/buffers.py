@@ -10,7 +10,7 @@ refer to the originals.
 import operator
 from collections.abc import Set
 from functools import partial
-from itertools import islice
+from itertools import compress, filterfalse, islice
 from typing import Any
 
 import torch
@@ -36,18 +36,22 @@ class Moment:
 
     def __init__(self, tensors: list[Tensor], memory: list[Tensor]) -> None:
         self.tensors = tensors
-        self.memory = memory  # the tensors themselves, or whole storages
+        # The tensors themselves, or whole storages; not what has been given back.
+        self.memory = [*filterfalse(_torch.was_given_back, memory)]
         self._versions = [tensor._version for tensor in tensors]
         plain = [tensor for tensor in tensors if type(tensor) is Tensor]
         self.values, self._aliases = without_recording(
-            lambda: ([*map(Tensor.clone, memory)], [(tensor, tensor.data) for tensor in plain])
+            lambda: ([*map(Tensor.clone, self.memory)], [(tensor, tensor.data) for tensor in plain])
         )
 
     def go_back(self) -> None:
         for tensor, alias in self._aliases:  # a function may have moved it (`buffer.data = ...`)
             if _torch.storage_id(tensor) != _torch.storage_id(alias):
                 tensor.data = alias
-        without_recording(_torch.overwrite, self.memory, self.values)
+        there = [not _torch.was_given_back(each) for each in self.memory]
+        if any(there):
+            memory, values = [*compress(self.memory, there)], [*compress(self.values, there)]
+            without_recording(_torch.overwrite, memory, values)
         _torch.set_versions(self.tensors, self._versions)
 
 

@@ -84,4 +84,4 @@ def test_gathered_parameters_are_not_held(table, name, door):
 def test_parameters_that_are_not_there(table):
     """A replay through several modules that FSDP2 has sharded and not resharded."""
     for rank, door in itertools.product(range(2), ("replay", "scope")):
-        assert "has no memory now: FSDP2 has freed it" in table[rank, TOO_WIDE, door]["error"]
+        assert "has no memory now: FSDP2, or" in table[rank, TOO_WIDE, door]["error"]
