@@ -275,7 +275,17 @@ def sparse_values(w):
 MEAN = torch.zeros(4)
 with torch.inference_mode():
     TABLE = torch.ones(4)
+
+
+def given_other_memory(w):
+    weight = nn.Parameter(torch.ones(4), requires_grad=False)
+    y = w * weight.clone()
+    weight.data = weight.data * 2
+    return y
+
+
 UNSEEN = {
+    "other memory": ([s], given_other_memory),
     "data": ([c, s], lambda w: w.sin().exp()),
     "numbered": ([c, s], lambda w: w.sin().exp()),
     "two storages": ([s], two_storages),
