@@ -80,7 +80,7 @@ class Hold:
     is_hidden: bool = False  # from the hooks around the block: nothing is in it yet
     is_copied: bool = False  # since it may be written unseen
     is_read: bool = True  # whether a replay starts from it; else autograd alone has saved it
-    is_used: bool = True  # else there are only views of it so far
+    is_used: bool = True  # else operators have only made views of it so far
 
 
 @dataclass(slots=True, eq=False)

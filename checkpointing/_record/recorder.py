@@ -342,9 +342,7 @@ class Recorder(Memories):
         memory = self.memory_of[cell]
         if memory.state is UNFILLED and is_read:  # then something unseen has filled it
             memory.state = OUTSIDE
-        if cell in memory.there:
-            memory.there[cell].is_used = True
-        elif memory.state is not MADE:
+        if memory.state is not MADE and cell not in memory.there:
             # Autograd saves it before the operator runs that fills it: nothing is in it yet.
             self._hold(template, is_hidden=memory.state is UNFILLED)
         slot = Slot(self.value(cell), step.firsts, step.holds, is_read)

@@ -28,6 +28,18 @@ class Programs:
 
         return region(f, x), region(f, y), before
 
+    @case(whole=True, doors=REPLAY)
+    def views_that_are_read_or_not_before_a_write_outside(region, x, y):
+        before = torch.arange(24, dtype=x.dtype).view(6, 4).div_(8)
+
+        def f(x):
+            columns, unread = before.t(), before.detach()
+            y = x * columns.clone()
+            unread.mul_(0.5)
+            return y.exp(), columns.sin() * x, before[:, 0].exp() * x
+
+        return *region(f, x), *region(f, y), before
+
     @case(doors=REPLAY)
     def kept_values_on_memory_that_is_written(x, y):
         """They do not stand for what was there before; a view is read between two writes."""
@@ -277,6 +289,15 @@ def test_statistics_that_are_read_before_their_update_are_as_they_were(door, rea
 
     for got, want in zip(gradients(door, False), gradients("plain", True), strict=True):
         assert torch.equal(got, want)
+
+
+def test_a_view_that_a_region_inside_takes_is_as_it_was_though_the_block_writes_it():
+    x, before = torch.rand(4, requires_grad=True), torch.ones(8)
+    with checkpoint_scope():
+        half = before[:4]
+        y = checkpointed(lambda x, half: (x * half.clone()).sin())(x, half)
+        before.mul_(3)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], x.cos())
 
 
 test_writes, test_nothing_stays = case.tests()
