@@ -29,8 +29,6 @@ from checkpointing import (
     tag,
 )
 
-# Memory is measured after collections, which are quick then.
-
 
 def scoped(fn, **options):
     def run(*args):

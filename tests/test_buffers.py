@@ -536,7 +536,7 @@ def test_a_buffer_whose_memory_is_given_back_before_it_is_known_to_be_needed(pol
 
 
 def test_a_frozen_parameter_whose_memory_is_given_back_before_it_is_known_to_be_needed():
-    """It is refused: a momentum encoder would be copied for nothing."""
+    """It is refused: if it were copied at once, so would momentum encoders be, for nothing."""
     model, x = WithBuffers(depends_later), leaf()
     model.mean = nn.Parameter(torch.zeros(4), requires_grad=False)
     model.mean.untyped_storage().resize_(0)

@@ -13,8 +13,6 @@ from beside import Code
 
 from checkpointing import __main__ as job, checkpointed
 
-# Memory is measured after collections, which are quick then.
-
 SMALL = ["--steps", "2", "--layers", "3", "--width", "32", "--context", "64", "--batch", "4"]
 
 TITLES = "way|held for backward|peak in a step|recomputed|ms/step|ratio|loss|against plain"

@@ -38,8 +38,6 @@ step.register_autograd(
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
 )
 
-# Memory is measured after collections, which are quick then.
-
 
 def chain(n):
     x = torch.linspace(-1, 1, SIZE).requires_grad_()
@@ -419,3 +417,19 @@ def test_a_momentum_encoder_that_a_new_path_starts_from_is_as_it_was(policy, ave
         return bits([*net.own, *net.means, net.own[0].grad])
 
     assert train(lambda: checkpoint_scope(policy=policy)) == train(contextlib.nullcontext)
+
+
+def test_a_parameter_that_is_viewed_and_read_between_two_updates_is_as_it_was():
+    """Though no window had started from it so far."""
+    x, weight = torch.ones(4, requires_grad=True), nn.Parameter(torch.ones(4), requires_grad=False)
+    alias = weight.detach()
+    for depends in (False, False, True):
+        alias.fill_(1)
+        with checkpoint_scope():
+            alias.mul_(2)
+            weight.view(2, 2)
+            y = weight.clone()
+            alias.mul_(2)
+            loss = (x * y if depends else x).square().sum()
+        (grad,) = torch.autograd.grad(loss, x)
+    assert torch.equal(grad, 8 * x)

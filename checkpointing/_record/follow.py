@@ -202,8 +202,8 @@ class Follower(TorchDispatchMode, Position, Region):
             self.store.copy_states({asked.value})
 
     def _is_idle(self, asked: Hold) -> bool:
-        """Whether no window of the plan starts from a parameter: that of a momentum encoder, which
-        the block has updated."""
+        """Whether it is a parameter from which no window of the plan starts, as in a momentum
+        encoder. Other memory may be freed before the block ends, and nobody would see it."""
         if self.plan is None or asked.value in self.plan.needed:
             return False
         return _torch.is_whole_parameter(root_of(self.cells[asked.value[0]]()))

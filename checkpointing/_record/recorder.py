@@ -245,6 +245,7 @@ class Recorder(Memories):
             elif there.is_copied or not copies:
                 there.is_read = there.is_used = True
             else:
+                there.is_used = True
                 if is_copied:  # autograd has saved the tensor
                     template = self._meet(tensor)
                 self._hold(template, copies)

@@ -81,7 +81,8 @@ class Store:
         # bytes.
         self._filled: dict[Any, dict[_torch.Layout, int]] = defaultdict(dict)
         self._on: dict[int, list[Hold]] = defaultdict(list)  # what is held, by memory
-        self._states: dict[Value, int] = {}  # what other runs may write: the memories
+        # By value that other runs may write before backward, until it is copied: its memory.
+        self._states: dict[Value, int] = {}
 
     def mover(self, place: Answer | None) -> Mover | None:
         """Who takes tensors to a place; None if nobody has to."""

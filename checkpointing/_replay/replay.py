@@ -219,15 +219,13 @@ class Replay(Frame):
         if old is not None and plan.size > old.size:
             run.program.grow(plan.size)
         holders: Any = [weak() for weak in self.holders[store.first_holder :]]
-        needed: set[Value] = set()
         for group in plan.groups_for(run):
             alive = [slot for slot in group.slots if holders[slot] is not None]
             if alive:
                 stock = Stock(plan, group, store.held, store, alive)
-                needed |= stock.held.keys()
+                store.copy_states(stock.held.keys())
                 for slot in alive:
                     holders[slot].stock = stock
-        store.copy_states(needed)  # of a parameter for which this plan was not expected
         return plan
 
     def _stock_of(self, holder: Any) -> Stock:
