@@ -154,7 +154,7 @@ class Filling:
                         if memories[number].maker == index:
                             reading.discard(number)
                     for number in stretch.reads[index]:
-                        if number in self.kept:
+                        if number in self.kept and memories[number].last_part < index:
                             self._needed_at[number] = index
                         else:
                             reading.add(number)

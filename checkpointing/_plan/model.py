@@ -48,8 +48,9 @@ class Memory:
         self.last_read = maker  # by a step
         self.last_used = maker  # by a step that hands a gradient back
         self.dies = never  # the step after which nobody outside holds it
-        # That are saved, or read by others than those who write to it.
-        self.values: set[Value] = set()
+        # That are saved, or read by others than those who write to it, and the last such step.
+        self.values: dict[Value, int] = {}
+        self.last_part = maker  # the last step that reads a part that a later one overwrites
 
     def between(self, first: int, count: int) -> Memory:
         """The same in a part of the model: positions count from its first one, and what happens
@@ -58,6 +59,7 @@ class Memory:
         moved.maker -= first
         moved.final -= first
         moved.last_read -= first
+        moved.last_part -= first
         moved.dies = min(self.dies - first, count + 1)
         moved.readers = tuple([reader - first for reader in self.readers])
         return moved
@@ -181,7 +183,10 @@ class Model:
         those `elsewhere` when the block has ended."""
         saved = {number for _, number in self.saves.values()}
         for memory in self.memories.values():
-            memory.values -= {*filter(self._is_unfinished, memory.values)}
+            for value in [*filter(self._is_unfinished, memory.values)]:
+                last = memory.values.pop(value)
+                if value[0] in self.path.views:
+                    memory.last_part = max(memory.last_part, last)
             if not (memory.nbytes and memory.values):
                 memory.final = self.never
             memory.is_theirs = memory.number in elsewhere and not memory.is_cheap
@@ -239,7 +244,7 @@ class Model:
             read.add(number)
             self._last_read[self.path.parts.get(cell, cell)] = step.index
             if number not in own:
-                self.memories[number].values.add(value)
+                self.memories[number].values[value] = step.index
         for number in read:
             memory = self.memories[number]
             memory.last_read = step.index
@@ -283,7 +288,7 @@ class Model:
         found: set[Value] = set()
         for number in kept:
             memory = self.memories[number]
-            found |= memory.values if memory.writers else {(number, NOT_WRITTEN)}
+            found.update(memory.values if memory.writers else {(number, NOT_WRITTEN)})
         return found
 
     def _add_slot(self, number: int) -> None:
@@ -298,7 +303,7 @@ class Model:
         is_input |= not self._saves(self.path.steps[after], slot.cell)
         self._saved.add(slot.value)
         position = min(max(after, 0) + is_input, self.count - 1)
-        memory.values.add(slot.value)
+        memory.values.setdefault(slot.value, position)
         self.saves[number] = position, memory.number
 
     def _saves(self, step: Step, cell: int) -> bool:

@@ -42,6 +42,10 @@ class Stretch:
         writes = [m for m in dear if m.maker + 1 < m.final <= m.last_read]
         spans += [(m.maker + 1, m.final - 1, m.cost) for m in writes]
         self.crossing = model.sums(spans)
+        # A loop over rows or columns that it reads and overwrites stays whole: windows that begin
+        # inside would begin with its first turn.
+        loops = [(m.maker + 1, m.last_part, 1) for m in dear if m.maker < m.last_part]
+        self._in_loops = model.sums(loops)
         saved = [(at, model.count, self.memories[n].cost) for n, at in self.saved.items()]
         self._saved_before = model.sums(saved)  # bytes, by position; also those wanted there
         self.positions = self._candidates()
@@ -57,7 +61,9 @@ class Stretch:
         found = [
             p
             for p in range(1, count)
-            if self.model.made[p - 1] and _is_low(*crossing[p - 1 : p + 2])
+            if self.model.made[p - 1]
+            and not self._in_loops[p]
+            and _is_low(*crossing[p - 1 : p + 2])
         ]
         there, backward = self._saved_before, self.model.backward
         most, steps = max(backward), self.model.steps
@@ -88,7 +94,14 @@ class Stretch:
     def allow_cuts_at_blocks(self) -> None:
         """Blocks may begin where more crosses than at other positions. Of very many, such as the
         steps of a solver, only every second one is looked at, or fewer."""
-        begins = sorted({at for run in self.blocks for at in run if 0 < at < self.model.count})
+        begins = sorted(
+            {
+                at
+                for run in self.blocks
+                for at in run
+                if 0 < at < self.model.count and not self._in_loops[at]
+            }
+        )
         every = 1 + len(begins) // (_MOST_BLOCKS + 1)
         self.positions = sorted({*self.positions, *begins[::every]})
 

@@ -30,7 +30,7 @@ class Instruction:
 
     def __init__(self, step: Step, given: dict[Any, Any]) -> None:
         """`given` are places on the table, by place or name of the argument."""
-        self.step, self.index, self.places = step, step.index, [*given.values()]
+        self.step, self.index, self.places = step, step.index, (*given.values(),)
         named = {name: arg for name, arg in step.inputs.items() if type(name) is str}
         self.args = self.places[: len(given) - len(named)]
         self.kwargs = {name: given[name] for name in named}

@@ -9,9 +9,9 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence, Set
 from copy import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .program import KEEP, NOT_WRITTEN, Hold, Slot, Step, Value, with_saves
+from .program import KEEP, NOT_WRITTEN, First, Hold, Known, Parts, Slot, Step, Value, with_saves
 
 
 class Slice(NamedTuple):
@@ -47,6 +47,9 @@ class Path:
         self._maker: dict[int, int] = {}
         # By cell of what shares memory with an argument: that argument.
         self._bases: dict[int, int] = {}
+        # By cell of a view: the first one that shows the same, made by the same operators.
+        self.views: dict[int, int] = {}
+        self._shown: dict[Any, int] = {}
         for step, saves in with_saves(root, self.steps, saved):
             self._add_step(step)
             for slot in saves:
@@ -65,6 +68,13 @@ class Path:
                 self._plain.add(cell)
                 continue
             self._bases[cell] = base
+            if step.is_view and not step.varies:
+                given = [
+                    a for a in step.inputs.values() if not isinstance(a, Known | First | Parts)
+                ]
+                place = cell - step.memories[0][0]
+                key = step.func, self.views.get(base, base), place, repr(given)
+                self.views[cell] = self._shown.setdefault(key, cell)
             if base in self._plain and step.info.base not in _OVERLAPPING:
                 self._plain.add(cell)
                 if base in self.parts:
@@ -220,9 +230,10 @@ class Path:
 
     def _line(self, cell: int) -> list[int]:
         """A tensor, and what it is a view of."""
-        line = [cell]
+        line = [self.views.get(cell, cell)]
         while line[-1] in self._bases:
-            line.append(self._bases[line[-1]])
+            base = self._bases[line[-1]]
+            line.append(self.views.get(base, base))
         return line
 
 
