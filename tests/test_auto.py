@@ -985,6 +985,17 @@ class Steps:
 
         return stages, step
 
+    def blocks_in_place():
+        """What an addition has handed its gradient on to has none of its own."""
+        layers, x = nn.ModuleList(Added(8) for _ in range(4)), torch.randn(8, 8, 32, 32)
+
+        def step(call, scope):
+            with scope():
+                loss = loss_of(call, layers, x)
+            loss.backward()
+
+        return layers, step
+
 
 class Residual(nn.Module):
     """Of a ResNet: normalisation and activation come first. The first one of a stage halves."""
@@ -1001,6 +1012,19 @@ class Residual(nn.Module):
         y = self.before(x).relu()
         beside = x if self.shortcut is None else self.shortcut(y)
         return self.two(self.after(self.one(y)).relu()) + beside
+
+
+class Added(nn.Module):
+    """A block without norms: an addition in place, and an activation of that."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.one, self.two = (nn.Conv2d(width, width, 3, 1, 1) for _ in range(2))
+
+    def forward(self, x):
+        y = self.two(self.one(x).relu_())
+        y += x
+        return y.relu_()
 
 
 def peaks_beside_torch(step, model, fresh=True):
@@ -1036,6 +1060,7 @@ STEPS = [  # with words for it, whether gradients are None before it, how far a 
     *((Steps.two_networks_in_turn, is_one, True, None) for is_one in (True, False)),
     *((Steps.a_loss_whose_backward_comes_later, is_used, True, None) for is_used in (True, False)),
     (Steps.stages_of_blocks, None, True, None),
+    (Steps.blocks_in_place, None, True, 0.05),
 ]
 
 
@@ -1618,6 +1643,13 @@ WORKING |= {
     "sqrt": torch.sqrt,
     "std": lambda x: x.std(-1),
     "var": lambda x: x.var(-1),
+}
+ROW = torch.eye(100)  # a product with it is a view, in which operators in place write
+WORKING |= {
+    "relu_": lambda x: x.relu_(),
+    "sqrt_": lambda x: x.sqrt_(),
+    "relu_ of a view": lambda x: (x @ ROW).relu_(),
+    "sigmoid_ of a view": lambda x: (x @ ROW).sigmoid_(),
 }
 
 

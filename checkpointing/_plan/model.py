@@ -308,7 +308,7 @@ class Model:
 
     def _saves(self, step: Step, cell: int) -> bool:
         """Whether autograd saves a result of a step for the backward of that step itself."""
-        results = [*dict(step.memories)]
+        results = [*dict(step.memories), *step.targets]
         if step.is_view or cell not in results:
             return False
         return cell != results[0] or _torch.saves_its_result(step.func)
@@ -325,10 +325,9 @@ class Model:
         """The bytes of these memories."""
         return sum([self.memories[number].nbytes for number in numbers])
 
-    def _shares_gradient(self, memory: Memory) -> bool:
-        """Whether its gradient is that of another memory: an addition hands one to both, and `cat`
-        hands views of its own."""
-        index = memory.last_used
+    def _shares_gradient(self, memory: Memory, index: int) -> bool:
+        """Whether its gradient before a step is that of another memory: an addition hands one to
+        both, and `cat` hands views of its own."""
         if index in self._joining:
             return True
         if self.path.steps[index].info.base not in ("add", "add_"):
@@ -347,13 +346,17 @@ class Model:
         for part in {*path.parts.values()}:
             parts[path.memory_of[part]].append((part, path.there_after((part, NOT_WRITTEN))))
         for memory in self.memories.values():
-            if memory.has_gradient and not self._shares_gradient(memory):
-                last = memory.last_used + 1
+            if not memory.has_gradient:
+                continue
+            ends = [memory.last_used, *memory.writers]
+            shared = [index for index in ends if self._shares_gradient(memory, index)]
+            first, last = max(shared, default=memory.maker - 1) + 2, memory.last_used + 1
+            if first <= last:
                 for part, index in parts[memory.number]:
                     last = index + 1
                     nbytes = memory.nbytes // len(path.steps[index].memories)
                     yield last, self._last_read.get(part, index) + 1, nbytes
-                yield memory.maker + 1, last, memory.nbytes
+                yield first, last, memory.nbytes
 
     def _gradients_of_joined(self, index: int) -> Iterator[Span]:
         """What `cat` and `stack` read last gets a view of their gradient, up to its maker, or to a

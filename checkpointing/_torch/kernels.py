@@ -18,6 +18,8 @@ _RECURRENT = ("cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")
 
 # Autograd saves what these return: their derivatives are formulas of it.
 _SAVED = {
+    "elu_",  # in place only, as the next one
+    "leaky_relu_",
     "exp",
     "expm1",
     "log_softmax",
@@ -38,12 +40,12 @@ _SAVED = {
 
 def saves_its_result(func: Any) -> bool:
     """Whether autograd saves the result of an operator for that operator's own backward."""
-    return _name_of(func) in _SAVED
+    return not _SAVED.isdisjoint({_name_of(func), _name_of(func, "")})
 
 
-def _name_of(func: Any) -> str:
+def _name_of(func: Any, without: str = "_") -> str:
     name: str = getattr(func, "__name__", "")
-    return name.partition(".")[0].strip("_")
+    return name.partition(".")[0].strip(without)
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -89,6 +91,7 @@ _DERIVATIVES = {
     "std": 1,
     "var": 1,
 }
+_HANDED_ON = ("add", "sub")  # their gradient is the one that they got
 # What is summed up for the gradient of a smaller factor or divisor, in sizes of the result.
 _BROADCASTING = {"div": 3, "mul": 1}
 # Their gradient has the shape of what they read, also where that is expanded.
@@ -119,6 +122,18 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
         made = memory_size(result)
         return _BROADCASTING[name] * made if min(read, default=made) < made else 0
     return int(_DERIVATIVES.get(name, 0) * sum(read))
+
+
+def scratch_in_place(func: Any, target: Tensor) -> int:
+    """The bytes that the backward of an operator allocates for what it writes: another gradient,
+    beside the one that it got. Where that is a view, it works on copies of the gradient of all of
+    its base, and of its part of that."""
+    if not target.requires_grad:
+        return 0
+    found = 0 if _name_of(func) in _HANDED_ON else int(target.nbytes)
+    if target._is_view():
+        found += int(target.nbytes) + memory_size(target)
+    return found
 
 
 def _scratch_of_convolution(result: Tensor, *args: Any) -> Any:
