@@ -339,8 +339,9 @@ class Model:
         )
 
     def _gradients_of_memories(self) -> Iterator[Span]:
-        """Each is there from the backward of the last reader to that of the maker; those of parts
-        into which a step has split a memory, to the backward of that step."""
+        """Each is there from the backward of the last reader to that of the maker, or to that of
+        an addition in place, which hands it on; those of parts into which a step has split a
+        memory, to the backward of that step."""
         path = self.path
         parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for part in {*path.parts.values()}:
@@ -348,15 +349,16 @@ class Model:
         for memory in self.memories.values():
             if not memory.has_gradient:
                 continue
-            ends = [memory.last_used, *memory.writers]
-            shared = [index for index in ends if self._shares_gradient(memory, index)]
-            first, last = max(shared, default=memory.maker - 1) + 2, memory.last_used + 1
-            if first <= last:
-                for part, index in parts[memory.number]:
-                    last = index + 1
-                    nbytes = memory.nbytes // len(path.steps[index].memories)
-                    yield last, self._last_read.get(part, index) + 1, nbytes
-                yield first, last, memory.nbytes
+            steps = [memory.last_used, *memory.writers]
+            shared = [index + 1 for index in steps if self._shares_gradient(memory, index)]
+            first, last = max(shared, default=memory.maker), memory.last_used
+            if first > last:
+                continue
+            for part, index in parts[memory.number]:
+                last = index
+                nbytes = memory.nbytes // len(path.steps[index].memories)
+                yield index + 1, self._last_read.get(part, index) + 1, nbytes
+            yield first + 1, last + 1, memory.nbytes
 
     def _gradients_of_joined(self, index: int) -> Iterator[Span]:
         """What `cat` and `stack` read last gets a view of their gradient, up to its maker, or to a

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Set
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from .model import Model
 from .repeats import repeats
@@ -44,8 +44,7 @@ class Stretch:
         self.crossing = model.sums(spans)
         # A loop over rows or columns that it reads and overwrites stays whole: windows that begin
         # inside would begin with its first turn.
-        loops = [(m.maker + 1, m.last_part, 1) for m in dear if m.maker < m.last_part]
-        self._in_loops = model.sums(loops)
+        self._in_loops = {at for m in dear for at in range(m.maker + 1, m.last_part + 1)}
         saved = [(at, model.count, self.memories[n].cost) for n, at in self.saved.items()]
         self._saved_before = model.sums(saved)  # bytes, by position; also those wanted there
         self.positions = self._candidates()
@@ -61,8 +60,8 @@ class Stretch:
         found = [
             p
             for p in range(1, count)
-            if self.model.made[p - 1]
-            and not self._in_loops[p]
+            if p not in self._in_loops
+            and self.model.made[p - 1]
             and _is_low(*crossing[p - 1 : p + 2])
         ]
         there, backward = self._saved_before, self.model.backward
@@ -94,14 +93,7 @@ class Stretch:
     def allow_cuts_at_blocks(self) -> None:
         """Blocks may begin where more crosses than at other positions. Of very many, such as the
         steps of a solver, only every second one is looked at, or fewer."""
-        begins = sorted(
-            {
-                at
-                for run in self.blocks
-                for at in run
-                if 0 < at < self.model.count and not self._in_loops[at]
-            }
-        )
+        begins = sorted({*chain(*self.blocks)} - self._in_loops - {0, self.model.count})
         every = 1 + len(begins) // (_MOST_BLOCKS + 1)
         self.positions = sorted({*self.positions, *begins[::every]})
 

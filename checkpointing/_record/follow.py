@@ -296,8 +296,8 @@ class Follower(TorchDispatchMode, Position, Region):
         if self.store.placement is not None and not step.is_view:
             step.flops = _torch.flops_of(step.func, args, kwargs, result)
             step.scratch = _torch.scratch_of(step.func, args, result)
-            for target in step.info.targets_of(args, kwargs):
-                step.scratch += _torch.scratch_in_place(step.func, target)
+            for cell in step.targets:
+                step.scratch += _torch.scratch_in_place(step.func, self.cells[cell]())
         self._add(step)
 
     # ---- what a run does beside following

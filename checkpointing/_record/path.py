@@ -69,12 +69,7 @@ class Path:
                 continue
             self._bases[cell] = base
             if step.is_view and not step.varies:
-                given = [
-                    a for a in step.inputs.values() if not isinstance(a, Known | First | Parts)
-                ]
-                place = cell - step.memories[0][0]
-                key = step.func, self.views.get(base, base), place, repr(given)
-                self.views[cell] = self._shown.setdefault(key, cell)
+                self._add_view(step, cell, base)
             if base in self._plain and step.info.base not in _OVERLAPPING:
                 self._plain.add(cell)
                 if base in self.parts:
@@ -86,6 +81,15 @@ class Path:
         self.kept.update([asked.value for asked in step.decides])
         if step.event is KEEP and not step.effect:
             self.cuts.append(step.index)
+
+    def _add_view(self, step: Step, cell: int, base: int) -> None:
+        """Note what a view shows: the same as another one that was made by the same operator, with
+        the same numbers, of what shows the same."""
+        tensors = Known | First | Parts
+        given = [arg for arg in step.inputs.values() if not isinstance(arg, tensors)]
+        place = cell - step.memories[0][0]
+        key = step.func, self.views.get(base, base), place, repr(given)
+        self.views[cell] = self._shown.setdefault(key, cell)
 
     def _base_of(self, step: Step, memory: int) -> int | None:
         """The argument on the same memory as a result: what the step writes, or else its first

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .memory import memory_size
+from .memory import is_strided, memory_size
 from .names import convolution_backend
 
 # ---- what is saved, and computed
@@ -18,8 +18,6 @@ _RECURRENT = ("cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")
 
 # Autograd saves what these return: their derivatives are formulas of it.
 _SAVED = {
-    "elu_",  # in place only, as the next one
-    "leaky_relu_",
     "exp",
     "expm1",
     "log_softmax",
@@ -36,16 +34,17 @@ _SAVED = {
     "sqrt",
     "tanh",
 }
+_SAVED_IN_PLACE = (torch.ops.aten.elu_.default, torch.ops.aten.leaky_relu_.default)
 
 
 def saves_its_result(func: Any) -> bool:
     """Whether autograd saves the result of an operator for that operator's own backward."""
-    return not _SAVED.isdisjoint({_name_of(func), _name_of(func, "")})
+    return func in _SAVED_IN_PLACE or _name_of(func) in _SAVED
 
 
-def _name_of(func: Any, without: str = "_") -> str:
+def _name_of(func: Any) -> str:
     name: str = getattr(func, "__name__", "")
-    return name.partition(".")[0].strip(without)
+    return name.partition(".")[0].strip("_")
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -128,7 +127,7 @@ def scratch_in_place(func: Any, target: Tensor) -> int:
     """The bytes that the backward of an operator allocates for what it writes: another gradient,
     beside the one that it got. Where that is a view, it works on copies of the gradient of all of
     its base, and of its part of that."""
-    if not target.requires_grad:
+    if not (target.requires_grad and is_strided(target)):
         return 0
     found = 0 if _name_of(func) in _HANDED_ON else int(target.nbytes)
     if target._is_view():
