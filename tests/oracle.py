@@ -379,6 +379,8 @@ class Case:
 
     def check_lifetimes(self, door: str) -> None:
         """Frames die with the graph: after a backward and without one."""
+        # What torch makes only once, as it compiles, stays.
+        self.program(REGIONS["plain"], *self.make())
         # An argument that its own function writes, which backward refuses, owns it.
         if door not in self.refused:
             with no_garbage():

@@ -741,7 +741,7 @@ def test_nothing_that_requires_grad_at_all_is_a_warning():
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True") as caught:
         y = legacy(lambda x: x.sin())(torch.ones(3))
     assert not y.requires_grad
-    assert caught[0].filename == __file__
+    assert caught[-1].filename == __file__  # the first may say that the backend is deprecated
 
 
 def test_ddp_with_the_reentrant_backend(group):
