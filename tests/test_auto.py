@@ -1573,6 +1573,7 @@ CONVOLUTIONS = [  # copies of images and weights; where channels are last, weigh
     (nn.Conv2d(96, 192, 3, 2, 1), (2, 96, 8, 8), {}, {}),
     (nn.Conv2d(96, 24, 2, 2), (2, 96, 8, 8), {}, {}),
     (nn.ConvTranspose2d(96, 24, 4, 2, 1), (2, 96, 8, 8), {}, {}),
+    (nn.ConvTranspose2d(16, 1, 4, 2, 1), (2, 16, 16, 16), {}, {}),
     (nn.Sequential(nn.Flatten(2), nn.Conv1d(96, 24, 3)), (2, 96, 8, 8), CHANNELS_LAST, {}),
     (nn.Conv2d(96, 96, 7, padding=3, groups=96), (2, 96, 8, 8), CHANNELS_LAST, {}),
     # Torch unfolds few images, and those in float64: a matrix of all that the kernel covers.
@@ -1591,9 +1592,9 @@ def test_what_the_backward_of_a_convolution_works_with_is_predicted(layer, shape
     assert limits.get("least", 1 / 1.1) <= found <= limits.get("most", math.inf)
 
 
-@pytest.mark.parametrize("channels", [3, 4])
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
 def test_what_a_convolution_of_frames_without_a_gradient_works_with_is_predicted(channels):
-    """Frames with more channels than colours are copied."""
+    """Frames in colour are read as they are; those with fewer or more channels are copied."""
     layer, frames = nn.Conv2d(channels, 16, 8, 4), torch.randn(16, channels, 64, 64)
     assert 1.05 * predicted(lambda: layer(frames / 2).square().mean()) >= 1
 
@@ -1666,6 +1667,27 @@ def test_what_an_operator_works_with_is_predicted(operator):
     if isinstance(operator, nn.Module):
         oracle.with_gradients(operator.parameters())
     assert abs(predicted(lambda: (operator(x * 2) * 2).sum()) - 1) <= 0.02
+
+
+def test_steps_that_each_take_a_row_of_one_tensor_need_no_more_than_plain_code():
+    """As in a recurrent net over a projection. Windows would need that, which nobody saves, and the
+    gradient of each row is as large as all of it."""
+    x = torch.randn(48, 32, 32)
+    project, again, out = nn.Linear(32, 96), nn.Linear(32, 96), nn.Linear(96, 32)
+    oracle.with_gradients(nn.ModuleList([project, again, out]).parameters())
+
+    def forward():
+        h, loss = torch.zeros(32, 32), 0
+        rows = project(x)
+        for n in range(48):
+            h = out((rows[n] + again(h)).sigmoid()).tanh()
+            loss = loss + h.square().mean()
+        return loss
+
+    assert abs(predicted(forward) - 1) <= 0.05
+    run = scoped(forward)
+    run().backward()
+    assert bytes_of(run).peak <= bytes_of(forward).peak
 
 
 @NO_ROOM

@@ -111,7 +111,7 @@ class Filling:
         for memory in kept:
             needed_at = self._needed_at.get(memory.number, model.count)
             needed = self.ends[bisect_right(self.ends, needed_at) - 1]
-            there_from = min(memory.maker + 1, stretch.saved.get(memory.number, model.count))
+            there_from = min(memory.first_read, stretch.saved.get(memory.number, model.count))
             first = min(max(needed, there_from), model.retained)
             spans.append((first, model.count, memory.cost))
         self.held = model.sums(spans)

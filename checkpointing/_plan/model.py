@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from copy import copy
 from itertools import accumulate, chain
+from operator import itemgetter
 
 from .. import _torch
 from .._record import KEEP, NOT_WRITTEN, UNSEEN, First, Known, Path, Run, Step, Value
@@ -45,6 +46,7 @@ class Memory:
         self.writers: tuple[int, ...] = ()  # steps of the path, after the maker
         self.final = maker + 1  # the first position at which it is what it will be
         self.readers: tuple[int, ...] = ()  # steps
+        self.first_read = never  # by a step that does not write to it
         self.last_read = maker  # by a step
         self.last_used = maker  # by a step that hands a gradient back
         self.dies = never  # the step after which nobody outside holds it
@@ -58,6 +60,7 @@ class Memory:
         moved = copy(self)
         moved.maker -= first
         moved.final -= first
+        moved.first_read -= first
         moved.last_read -= first
         moved.last_part -= first
         moved.dies = min(self.dies - first, count + 1)
@@ -244,7 +247,9 @@ class Model:
             read.add(number)
             self._last_read[self.path.parts.get(cell, cell)] = step.index
             if number not in own:
-                self.memories[number].values[value] = step.index
+                memory = self.memories[number]
+                memory.values[value] = step.index
+                memory.first_read = min(memory.first_read, step.index)
         for number in read:
             memory = self.memories[number]
             memory.last_read = step.index
@@ -373,20 +378,27 @@ class Model:
             first = min(first, before)
         yield first + 1, index, self.bytes_of(self.made[index])
 
-    def _added_to_gradients(self, step: Step) -> int:
-        """The bytes that the backward of a step adds to gradients that are there already, from
-        later readers: each is beside the sum. An addition and a copy hand on the gradient that they
-        got, and the gradient of what a step writes in place is replaced."""
-        gives = any(self.memories[number].has_gradient for number in self.made[step.index])
-        if step.info.base in ("add", "add_", "clone", *_torch.JOINS) or not gives:
-            return 0
-        numbers = [self.path.memory_of[cell] for cell, _ in step.reads]
-        split = self.path.split_by
-        read = [self.memories[n] for n in numbers if n in self.memories and n not in split]
-        others = [memory for memory in read if memory.number not in step.writes]
-        given = [memory for memory in others if memory.has_gradient]
-        first = [memory for memory in {*given} if memory.last_used == step.index]
-        return sum([m.nbytes for m in given]) - sum([m.nbytes for m in first])
+    def _added_to_gradients(self, step: Step) -> Iterator[Span]:
+        """What the backward of a step adds to gradients that are there already, from later readers:
+        each is beside the sum. An addition and a copy hand on the gradient that they got, and the
+        gradient of what a step writes in place is replaced. That of a row is as large as all of
+        what the row is taken from."""
+        if not any(self.memories[number].has_gradient for number in self.made[step.index]):
+            return
+        hands_on = step.info.base in ("add", "add_", "clone", *_torch.JOINS)
+        found = []
+        for cell, _ in step.reads:
+            memory, row = self.memories.get(self.path.memory_of[cell]), self.path.row_of(cell)
+            if memory is None or not memory.has_gradient or (hands_on and row is None):
+                continue
+            if memory.number not in step.writes and memory.number not in self.path.split_by:
+                found.append((step.index if row is None else row, memory))
+        first: set[Memory] = set()
+        for index, memory in sorted(found, key=itemgetter(0), reverse=True):
+            if memory.last_used == step.index and memory not in first:
+                first.add(memory)
+            else:
+                yield index + 1, index + 1, memory.nbytes
 
     def _needed_by_backward(self) -> list[Span]:
         """By position to which backward has come: bytes that are there whatever the block keeps and
@@ -403,8 +415,8 @@ class Model:
         for step in self.path.steps:
             if step.info.base in _torch.JOINS:
                 pending += self._gradients_of_joined(step.index)
-            more = int(step.scratch * self.scale) + self._added_to_gradients(step)
-            pending.append((step.index + 1, step.index + 1, more))
+            pending.append((step.index + 1, step.index + 1, int(step.scratch * self.scale)))
+            pending += self._added_to_gradients(step)
         for number, uses in self._uses.items():
             nbytes = self._gradients[number]
             pending += [(index + 1, index + 1, nbytes) for index in uses]

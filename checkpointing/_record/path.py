@@ -232,6 +232,15 @@ class Path:
                 return True
         return not step.targets
 
+    def row_of(self, cell: int) -> int | None:
+        """The step that has taken the row of another tensor, or the column, that this one shows."""
+        while cell in self._bases:
+            index = self._maker[cell]
+            if self.steps[index].info.base == "select":
+                return index
+            cell = self._bases[cell]
+        return None
+
     def _line(self, cell: int) -> list[int]:
         """A tensor, and what it is a view of."""
         line = [self.views.get(cell, cell)]

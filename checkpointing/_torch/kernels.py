@@ -200,16 +200,16 @@ def _copies_in_order(
     """Those of a contiguous image: for its gradient, of which some kernels make two, and for that
     of the weight."""
     read = int(image.nbytes * _padding(image.shape[1]))
-    if is_transposed:  # images in colour are not copied
-        made = result.nbytes if result.shape[1] > _COLOURS else 0
-        return max(read, made + weight.nbytes), read + made
     made = int(result.nbytes * _padding(result.shape[1]))
+    if is_transposed:  # images in colour are not copied
+        made = 0 if result.shape[1] == _COLOURS else made
+        return max(read, made + weight.nbytes), read + made
     of_image, of_weight = max(read, read - image.nbytes + made + weight.nbytes), read + made
     if makes_two:
         of_image = max(2 * image.nbytes, made + max(image.nbytes, weight.nbytes))
-    if image.shape[1] <= _COLOURS:
+    if image.shape[1] == _COLOURS:
         of_weight = made
-    elif weight.shape[1] == 1 and max(weight.shape[2:]) > 3:  # each channel by itself
+    elif max(weight.shape[2:]) > (3 if weight.shape[1] == 1 < image.shape[1] else _WIDEST):
         of_weight = 0
     return of_image, of_weight
 

@@ -210,7 +210,7 @@ def test_peaks_are_sums_over_what_is_there(build):
     model, memories = stretch.model, stretch.memories
 
     def low_of(number):
-        after = memories[number].maker + 1
+        after = memories[number].first_read
         return min(after, stretch.saved.get(number, after))
 
     for _ in range(8):
