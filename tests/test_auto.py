@@ -1630,6 +1630,7 @@ WORKING |= {
     "log1p": torch.log1p,
     "logsumexp": lambda x: x.logsumexp(-1),
     "max_pool1d": lambda x: nn.functional.max_pool1d(x, 2),
+    "mul of rows and columns": lambda x: x.sum(1, keepdim=True) * x.sum(2, keepdim=True),
     "norm": lambda x: x.norm(dim=-1),
     "pow": lambda x: x**3,
     "prelu": nn.PReLU(),

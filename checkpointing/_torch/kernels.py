@@ -119,7 +119,8 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
     read = [memory_size(a) for a in args if isinstance(a, Tensor) and a.requires_grad]
     if name in _BROADCASTING:
         made = memory_size(result)
-        return _BROADCASTING[name] * made if min(read, default=made) < made else 0
+        expanded = sum([size < made for size in read])
+        return expanded and made * (_BROADCASTING[name] + expanded - 1)
     return int(_DERIVATIVES.get(name, 0) * sum(read))
 
 
