@@ -1670,16 +1670,17 @@ def test_what_an_operator_works_with_is_predicted(operator):
     assert abs(predicted(lambda: (operator(x * 2) * 2).sum()) - 1) <= 0.02
 
 
-def test_steps_that_each_take_a_row_of_one_tensor_need_no_more_than_plain_code():
-    """As in a recurrent net over a projection. Windows would need that, which nobody saves, and the
-    gradient of each row is as large as all of it."""
+@pytest.mark.parametrize("rows_of", [lambda p: p, list, torch.unbind])
+def test_steps_that_each_take_a_row_of_one_tensor_need_no_more_than_plain_code(rows_of):
+    """As in a recurrent net over a projection. Windows would need that, which nobody saves. Where
+    each step takes its row, the gradient of that is as large as all of it."""
     x = torch.randn(48, 32, 32)
     project, again, out = nn.Linear(32, 96), nn.Linear(32, 96), nn.Linear(96, 32)
     oracle.with_gradients(nn.ModuleList([project, again, out]).parameters())
 
     def forward():
         h, loss = torch.zeros(32, 32), 0
-        rows = project(x)
+        rows = rows_of(project(x))
         for n in range(48):
             h = out((rows[n] + again(h)).sigmoid()).tanh()
             loss = loss + h.square().mean()

@@ -125,11 +125,17 @@ class Filling:
                 there[at] += cost  # it has a window of its own
         self._made = [*accumulate(made)]
         self._there: list[int] = [*map(add, there, self._made[1:])]
+        read = [each for each in self._made_again if each[0] not in stretch.saved]
+        passing = model.sums((first, last, memories[n].nbytes) for n, first, last in read)
+        self._running: list[int] = [*map(add, self._made[1:], passing)]
         self.peaks = [self._peak_of(start, end) for start, end in pairwise(self.ends)]
 
     def _peak_of(self, start: int, end: int) -> int:
-        """That of backward, while it works on a segment."""
-        return max(self._there[start:end]) - self._made[start]
+        """That of backward while it works on a segment, or of its window before: with what that
+        makes only to read it, but without gradients that are still to come."""
+        came_in = self.model.passed_on[end] + self.held[end - 1]
+        running = came_in + max(self._running[start:end])
+        return max(running, *self._there[start:end]) - self._made[start]
 
     def _find_windows(self) -> Crosses:
         """Go through the segments: what their windows run, read, and start from. Returns what
@@ -140,26 +146,29 @@ class Filling:
         self.again: set[int] = set()
         # By memory that is kept: the first position at which a window, or backward, needs it.
         self._needed_at: dict[int, int] = {}
+        # What windows make: a memory, the step that makes it, and the last one that needs it there.
+        self._made_again: list[tuple[int, int, int]] = []
         for start, end in reversed([*pairwise(self.ends)]):
-            reading: set[int] = set()  # memories that are not kept, whose makers are still to come
+            # Memories that are not kept, whose makers are still to come, and where they are needed.
+            reading: dict[int, int] = {}
             for index in range(end - 1, start - 1, -1):
                 if index in stretch.wanted:
                     needed = stretch.wanted[index] & self.kept
-                    reading |= stretch.wanted[index] - needed
+                    reading.update(dict.fromkeys(stretch.wanted[index] - needed, index))
                     self._needed_at.update(dict.fromkeys(needed, index))
                 made = model.made[index]
-                if not reading.isdisjoint(made):
+                if not reading.keys().isdisjoint(made):
                     self.again.add(index)
                     for number in made:
                         if memories[number].maker == index:
-                            reading.discard(number)
+                            self._made_again.append((number, index, reading.pop(number, index)))
                     for number in stretch.reads[index]:
                         if number in self.kept and memories[number].last_part < index:
                             self._needed_at[number] = index
                         else:
-                            reading.add(number)
+                            reading.setdefault(number, index)
                 if index == start or (index in positions and index < end - 1):
-                    crosses.append((index, reading & stretch.dear))
+                    crosses.append((index, reading.keys() & stretch.dear))
         return crosses
 
     def _is_wanted(self, number: int) -> bool:

@@ -130,6 +130,8 @@ class Model:
         spans += [*states, *self._needed_by_backward()]
         # What the steps after it have made is there, too.
         self.backward = self.sums(spans)[1:]
+        # Of this, what is there before the step of that position, too.
+        self.passed_on = self.sums((low + 1, high, n) for low, high, n in spans if low < high)[1:]
 
     def _alive(self, run: Run) -> Set[int]:
         """The memories that are alive at the end. Those that were handed to other processes count
@@ -284,6 +286,7 @@ class Model:
         part.steps, part.work = self.steps[span], self.work[span]
         part.made, part.reads = self.made[span], self.reads[span]
         part.live, part.backward = self.live[span], self.backward[span]
+        part.passed_on = self.passed_on[first : first + part.count + 1]
         numbers = {n for _, n in part.saves.values()}.union(*part.made, *part.reads)
         part.memories = {n: self.memories[n].between(first, part.count) for n in numbers}
         return part

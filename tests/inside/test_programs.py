@@ -219,16 +219,27 @@ def test_peaks_are_sums_over_what_is_there(build):
         (filling,) = keeping(stretch, cuts, [draw.sample(range(model.count), model.count // 3)])
         ends = [0, *cuts, model.count]
         for (start, end), found in zip(itertools.pairwise(ends), filling.peaks, strict=True):
+            needed = [n for n, first in filling._needed_at.items() if first < end]
+            again = filling.again.intersection(range(start, end))
+            came_in = model.passed_on[end]
             there = []
             for at in range(start, end):
-                kept = [n for n, needed in filling._needed_at.items() if needed < end]
-                kept = [n for n in kept if low_of(n) <= at]
                 made = []
                 for number, saved in stretch.saved.items():
                     is_shared = number in stretch.dear or saved in filling.again
                     if start <= saved <= at if is_shared else saved == at:
                         made += {number} - filling.kept
+                kept = [n for n in needed if low_of(n) <= at]
                 there.append(model.backward[at] + stretch.cost(kept) + stretch.cost(made))
+                made = [n for n in made if n in stretch.dear or stretch.saved[n] in filling.again]
+                passing = []
+                for index in again.intersection(range(at + 1)):
+                    for number in {*model.made[index]}.difference(stretch.saved):
+                        uses = {index, *again.intersection(memories[number].readers)}
+                        if memories[number].maker == index and at <= max(uses):
+                            passing.append(memories[number].nbytes)
+                kept = [n for n in needed if low_of(n) < end]
+                there.append(came_in + stretch.cost(kept) + stretch.cost(made) + sum(passing))
             assert max(there) == found
 
 
