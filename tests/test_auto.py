@@ -1670,6 +1670,23 @@ def test_what_an_operator_works_with_is_predicted(operator):
     assert abs(predicted(lambda: (operator(x * 2) * 2).sum()) - 1) <= 0.02
 
 
+def test_what_all_layers_read_comes_back_by_itself():
+    """Without a bias, a layer returns `_unsafe_view` of a product, which torch does not count as a
+    view."""
+    layers, gate = perceptrons(8), nn.Linear(64, 64, bias=False)
+    x = torch.randn(8, 32, 64)
+    oracle.with_gradients(nn.ModuleList([*layers, gate]).parameters())
+
+    def forward():
+        gates = gate(x)
+        y = gates.sin()
+        for layer in layers:
+            y = y + layer(y) * gates
+        return (y * gates).square().mean()
+
+    assert predicted(forward) == pytest.approx(1, rel=0.02)
+
+
 @pytest.mark.parametrize("rows_of", [lambda p: p, list, torch.unbind])
 def test_steps_that_each_take_a_row_of_one_tensor_need_no_more_than_plain_code(rows_of):
     """As in a recurrent net over a projection. Windows would need that, which nobody saves. Where

@@ -161,7 +161,7 @@ def _connected(path: Path, slots: Sequence[int]) -> list[list[int]]:
                 continue
             seen.add(value)
             index, reads = path.made_by(value)
-            if not path.steps[index].is_view:
+            if not path.steps[index].is_alias:
                 if index in first:
                     leader[find(slot)] = find(first[index])
                     continue
@@ -189,7 +189,7 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
     for slots in groups:
         steps, starts, _ = path.slice_of([path.slots[slot].value for slot in slots])
         inputs = starts - path.parameters
-        computes = starts and not all(path.steps[index].is_view for index in steps)
+        computes = starts and not all(path.steps[index].is_alias for index in steps)
         if computes:
             hosts.update(dict.fromkeys(slots, (slots, inputs)))
         if computes or (inputs and not steps):  # that is held, and handed out as it is

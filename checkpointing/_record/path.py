@@ -185,7 +185,7 @@ class Path:
         made_at: dict[int, int] = {}
         written: set[int] = set()
         for step in [self.steps[index] for index in sorted(found, reverse=True)]:
-            if not step.is_view:
+            if not step.is_alias:
                 made_at.update((memory, step.index) for _, memory in step.memories)
             if not step.updates:
                 written.update(step.writes)
@@ -207,7 +207,7 @@ class Path:
         of, is held."""
         while not self.is_held(value):
             index, reads = self.made_by(value)
-            if not (self.steps[index].is_view and reads):
+            if not (self.steps[index].is_alias and reads):
                 return index
             value = reads[0]
         return -1

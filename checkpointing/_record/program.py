@@ -197,6 +197,12 @@ class Step:
         """Whether it computes something, and can be replayed."""
         return not any((self.event, self.is_view, self.effect))
 
+    @property
+    def is_alias(self) -> bool:
+        """Whether it only shows memory that was there: views, and `_unsafe_view`, which torch does
+        not count among them."""
+        return self.is_view or not (self.sizes or self.writes or self.event)
+
     def vary(self, places: list[int]) -> None:
         """From here on these arguments may be any numbers, sizes or generators of their types: each
         run has its own."""
