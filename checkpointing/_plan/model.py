@@ -384,8 +384,8 @@ class Model:
     def _added_to_gradients(self, step: Step) -> Iterator[Span]:
         """What the backward of a step adds to gradients that are there already, from later readers:
         each is beside the sum. An addition and a copy hand on the gradient that they got, and the
-        gradient of what a step writes in place is replaced. That of a row is as large as all of
-        what the row is taken from."""
+        gradient of what a step writes in place is replaced. Beside that of a row, there is one as
+        large as all of what the row is taken from."""
         if not any(self.memories[number].has_gradient for number in self.made[step.index]):
             return
         hands_on = step.info.base in ("add", "add_", "clone", *_torch.JOINS)
@@ -401,7 +401,8 @@ class Model:
             if memory.last_used == step.index and memory not in first:
                 first.add(memory)
             else:
-                yield index + 1, index + 1, memory.nbytes
+                of_row = 0 if index == step.index else self.bytes_of(self.made[step.index])
+                yield index + 1, index + 1, memory.nbytes + min(of_row, memory.nbytes)
 
     def _needed_by_backward(self) -> list[Span]:
         """By position to which backward has come: bytes that are there whatever the block keeps and

@@ -140,22 +140,23 @@ def _scratch_of_convolution(result: Tensor, *args: Any) -> Any:
     """The larger part of two: the gradients of its input and of its weight are computed one after
     the other."""
     image, weight, _, stride, _, _, is_transposed, _, groups = args
-    copies = image.nbytes + weight.nbytes + result.nbytes
     if not image.is_cpu:
-        return copies
+        return image.nbytes + weight.nbytes + result.nbytes
     backend = convolution_backend(*args)
     if backend.startswith("Slow"):
         return _columns(backend, result, image, weight, max(stride))
-    of_image = of_weight = copies
-    if image.is_contiguous():
-        makes_two = groups == 1 and (max(stride) > 1 or image.itemsize < 4)
-        of_image, of_weight = _copies_in_order(result, image, weight, makes_two, is_transposed)
-    elif weight.dim() == 3:  # it and the gradient are made contiguous before all else
-        of_image, of_weight = 4 * image.nbytes, 0
+    if weight.dim() == 3 and not image.is_contiguous():
+        of_image, of_weight = 4 * image.nbytes, 0  # it and the gradient are made contiguous
     elif _has_channels_last(image):  # images are not copied
         of_image, of_weight = (4 if image.itemsize < 4 else 2) * weight.nbytes, 0
+    else:
+        makes_two = groups == 1 and (max(stride) > 1 or image.itemsize < 4)
+        of_image, of_weight = _copies_in_order(result, image, weight, makes_two, is_transposed)
+        if not image.is_contiguous():
+            of_image, of_weight = of_image + image.nbytes, of_weight + image.nbytes
     sums = _sums(image, weight, groups)
-    of_weight = of_weight + sums if image.itemsize < 4 else max(of_weight, sums)
+    beside = sums if image.itemsize < 4 else sums - weight.nbytes  # the gradient itself is one
+    of_weight = max(of_weight + beside, sums)
     return max(image.requires_grad * of_image, weight.requires_grad * of_weight)
 
 
@@ -178,7 +179,7 @@ def _sums(image: Tensor, weight: Tensor, groups: int) -> int:
     outputs, width, *kernel = weight.shape
     is_short, is_last = image.itemsize < 4, _has_channels_last(image)
     padded, threads = weight.nbytes, torch.get_num_threads()
-    if width > _COLOURS or groups > 1 or is_short:
+    if width != _COLOURS or groups > 1 or is_short:
         padded = int(padded * _padding(width) * _padding(outputs // groups))
     if width == 1 and groups > 1:  # each channel by itself
         if not is_last or max(kernel) <= min(3, *image.shape[2:]):
@@ -198,8 +199,8 @@ def _sums(image: Tensor, weight: Tensor, groups: int) -> int:
 def _copies_in_order(
     result: Tensor, image: Tensor, weight: Tensor, makes_two: bool, is_transposed: bool
 ) -> tuple[int, int]:
-    """Those of a contiguous image: for its gradient, of which some kernels make two, and for that
-    of the weight."""
+    """Those of an image in order: for its gradient, of which some kernels make two, and for that of
+    the weight."""
     read = int(image.nbytes * _padding(image.shape[1]))
     made = int(result.nbytes * _padding(result.shape[1]))
     if is_transposed:  # images in colour are not copied
