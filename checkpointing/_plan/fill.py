@@ -125,8 +125,8 @@ class Filling:
                 there[at] += cost  # it has a window of its own
         self._made = [*accumulate(made)]
         self._there: list[int] = [*map(add, there, self._made[1:])]
-        read = [each for each in self._made_again if each[0] not in stretch.saved]
-        passing = model.sums((first, last, memories[n].nbytes) for n, first, last in read)
+        only_read = [each for each in self._made_again if each[0] not in stretch.saved]
+        passing = model.sums((first, last, memories[n].nbytes) for n, first, last in only_read)
         self._running: list[int] = [*map(add, self._made[1:], passing)]
         self.peaks = [self._peak_of(start, end) for start, end in pairwise(self.ends)]
 

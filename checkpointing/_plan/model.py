@@ -130,7 +130,7 @@ class Model:
         spans += [*states, *self._needed_by_backward()]
         # What the steps after it have made is there, too.
         self.backward = self.sums(spans)[1:]
-        # Of this, what is there before the step of that position, too.
+        # Of this, what is still there at the position before, to which backward comes next.
         self.passed_on = self.sums((low + 1, high, n) for low, high, n in spans if low < high)[1:]
 
     def _alive(self, run: Run) -> Set[int]:

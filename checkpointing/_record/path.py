@@ -217,7 +217,7 @@ class Path:
         unseen has written it."""
         while (index := self.there_after(value)) >= 0:
             step = self.steps[index]
-            if not (step.is_view or step.event) or not step.reads:
+            if not (step.is_alias or step.event) or not step.reads:
                 return step if step.func else None
             value = step.reads[0]
         return None
