@@ -1687,7 +1687,17 @@ def test_what_all_layers_read_comes_back_by_itself():
     assert predicted(forward) == pytest.approx(1, rel=0.02)
 
 
-@pytest.mark.parametrize("rows_of", [lambda p: p, list, torch.unbind])
+ROWS = {
+    "rows": lambda p: p.__getitem__,
+    "slices": lambda p: lambda n: p[n : n + 1].squeeze(0),
+    "chunks of rows": lambda p: lambda n: torch.cat([part.tanh() for part in p[n].chunk(3, -1)], 1),
+    "rows read again": lambda p: lambda n: p[n].sin() * p[n],
+    "a list": lambda p: list(p).__getitem__,
+    "unbind": lambda p: p.unbind().__getitem__,
+}
+
+
+@pytest.mark.parametrize("rows_of", ROWS.values(), ids=ROWS)
 def test_steps_that_each_take_a_row_of_one_tensor_need_no_more_than_plain_code(rows_of):
     """As in a recurrent net over a projection. Windows would need that, which nobody saves. Where
     each step takes its row, the gradient of that is as large as all of it."""
@@ -1697,9 +1707,9 @@ def test_steps_that_each_take_a_row_of_one_tensor_need_no_more_than_plain_code(r
 
     def forward():
         h, loss = torch.zeros(32, 32), 0
-        rows = rows_of(project(x))
+        row = rows_of(project(x))
         for n in range(48):
-            h = out((rows[n] + again(h)).sigmoid()).tanh()
+            h = out((row(n) + again(h)).sigmoid()).tanh()
             loss = loss + h.square().mean()
         return loss
 

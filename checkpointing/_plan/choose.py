@@ -52,7 +52,8 @@ def choose(stretch: Stretch, peak: int | None = None, parts: int = 0) -> Filling
             best = bare
     best.join(target if peak is None else 0)
     if peak is None:
-        best = min(best, _all_saved(stretch), key=_peak_of)  # windows may need what nobody saves
+        # Windows may need more than plain code: what nobody saves, such as all rows for one.
+        best = min(best, _all_saved(stretch), key=_peak_of)
     if peak is None and parts:
         placed = tight, cuts, _at_blocks(stretch.blocks, cuts), ()
         found = [best, *[_bare(stretch, each) for each in placed]]

@@ -131,8 +131,8 @@ class Filling:
         self.peaks = [self._peak_of(start, end) for start, end in pairwise(self.ends)]
 
     def _peak_of(self, start: int, end: int) -> int:
-        """That of backward while it works on a segment, or of its window before: with what that
-        makes only to read it, but without gradients that are still to come."""
+        """That of a segment: of its window, with what that makes only to read it, or of backward
+        after it, with the gradients."""
         came_in = self.model.passed_on[end] + self.held[end - 1]
         running = came_in + max(self._running[start:end])
         return max(running, *self._there[start:end]) - self._made[start]

@@ -21,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from copy import copy
 from itertools import accumulate, chain
-from operator import itemgetter
 
 from .. import _torch
 from .._record import KEEP, NOT_WRITTEN, UNSEEN, First, Known, Path, Run, Step, Value
@@ -97,11 +96,15 @@ class Model:
         self._gradients = {number: p.nbytes for number, p in held.items() if p is not None}
         self._uses: dict[int, list[int]] = defaultdict(list)
         self._last_read: dict[int, int] = {}  # by part of a memory, or cell: a step
+        # By memory: the step that takes the last part, where no later one reads the whole.
+        self._last_taken: dict[int, int] = {}
         # By slot that the block has made: the position at which backward wants it, and the memory.
         self.saves: dict[int, tuple[int, int]] = {}
         self._saved: set[Value] = set()  # by the slots before
         for step in path.steps:
             self._add(step)
+            if step.takes_part:
+                self._last_taken[path.memory_of[step.memories[0][0]]] = step.index
         alive = self._alive(run)
         self._find_used(alive)
         # Steps that hand views of their gradient on: not where one has read a part of a memory.
@@ -248,6 +251,8 @@ class Model:
                 continue
             read.add(number)
             self._last_read[self.path.parts.get(cell, cell)] = step.index
+            if not self.path.is_part(cell):
+                self._last_taken.pop(number, None)
             if number not in own:
                 memory = self.memories[number]
                 memory.values[value] = step.index
@@ -381,28 +386,33 @@ class Model:
             first = min(first, before)
         yield first + 1, index, self.bytes_of(self.made[index])
 
-    def _added_to_gradients(self, step: Step) -> Iterator[Span]:
-        """What the backward of a step adds to gradients that are there already, from later readers:
-        each is beside the sum. An addition and a copy hand on the gradient that they got, and the
-        gradient of what a step writes in place is replaced. Beside that of a row, there is one as
-        large as all of what the row is taken from."""
-        if not any(self.memories[number].has_gradient for number in self.made[step.index]):
-            return
-        hands_on = step.info.base in ("add", "add_", "clone", *_torch.JOINS)
-        found = []
-        for cell, _ in step.reads:
-            memory, row = self.memories.get(self.path.memory_of[cell]), self.path.row_of(cell)
-            if memory is None or not memory.has_gradient or (hands_on and row is None):
-                continue
-            if memory.number not in step.writes and memory.number not in self.path.split_by:
-                found.append((step.index if row is None else row, memory))
-        first: set[Memory] = set()
-        for index, memory in sorted(found, key=itemgetter(0), reverse=True):
-            if memory.last_used == step.index and memory not in first:
-                first.add(memory)
-            else:
-                of_row = 0 if index == step.index else self.bytes_of(self.made[step.index])
-                yield index + 1, index + 1, memory.nbytes + min(of_row, memory.nbytes)
+    def _added_to_gradients(self, step: Step) -> int:
+        """The bytes that the backward of a step adds to gradients that are there already, from
+        later readers: each is beside the sum. An addition and a copy hand on the gradient that they
+        got, and the gradient of what a step writes in place is replaced."""
+        gives = any(self.memories[number].has_gradient for number in self.made[step.index])
+        if step.info.base in ("add", "add_", "clone", *_torch.JOINS) or not gives:
+            return 0
+        cells = [cell for cell, _ in step.reads if not self.path.is_part(cell)]
+        numbers = [self.path.memory_of[cell] for cell in cells]
+        split = self.path.split_by
+        read = [self.memories[n] for n in numbers if n in self.memories and n not in split]
+        others = [memory for memory in read if memory.number not in step.writes]
+        given = [memory for memory in others if memory.has_gradient]
+        first = [memory for memory in {*given} if memory.last_used == step.index]
+        return sum([m.nbytes for m in given]) - sum([m.nbytes for m in first])
+
+    def _scratch(self, step: Step) -> int:
+        """What the backward of a step works with. The gradient of a part is added to that of the
+        whole; the last part that is taken has nothing to be added to, if only parts are read."""
+        nbytes = int(step.scratch * self.scale)
+        if not step.takes_part:
+            return nbytes
+        memory = self.memories.get(self.path.memory_of[step.memories[0][0]])
+        if memory is None or not memory.has_gradient:
+            return 0
+        is_first = self._last_taken.get(memory.number) == step.index
+        return max(0, nbytes - memory.nbytes) if is_first else nbytes
 
     def _needed_by_backward(self) -> list[Span]:
         """By position to which backward has come: bytes that are there whatever the block keeps and
@@ -419,8 +429,8 @@ class Model:
         for step in self.path.steps:
             if step.info.base in _torch.JOINS:
                 pending += self._gradients_of_joined(step.index)
-            pending.append((step.index + 1, step.index + 1, int(step.scratch * self.scale)))
-            pending += self._added_to_gradients(step)
+            more = self._scratch(step) + self._added_to_gradients(step)
+            pending.append((step.index + 1, step.index + 1, more))
         for number, uses in self._uses.items():
             nbytes = self._gradients[number]
             pending += [(index + 1, index + 1, nbytes) for index in uses]

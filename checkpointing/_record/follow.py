@@ -293,11 +293,12 @@ class Follower(TorchDispatchMode, Position, Region):
         return step
 
     def _add_new(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
-        if self.store.placement is not None and not step.is_view:
-            step.flops = _torch.flops_of(step.func, args, kwargs, result)
+        if self.store.placement is not None:
             step.scratch = _torch.scratch_of(step.func, args, result)
             for cell in step.targets:
                 step.scratch += _torch.scratch_in_place(step.func, self.cells[cell]())
+            if not step.is_view:
+                step.flops = _torch.flops_of(step.func, args, kwargs, result)
         self._add(step)
 
     # ---- what a run does beside following

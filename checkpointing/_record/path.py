@@ -74,7 +74,11 @@ class Path:
                 self._plain.add(cell)
                 if base in self.parts:
                     self.parts[cell] = self.parts[base]
-                elif splits and self.split_by.setdefault(memory, step.index) == step.index:
+                elif (
+                    splits
+                    and not self.is_part(base)
+                    and self.split_by.setdefault(memory, step.index) == step.index
+                ):
                     self.parts[cell] = cell
         for memory in step.writes:
             self._writers[memory].append(step.index)
@@ -232,14 +236,13 @@ class Path:
                 return True
         return not step.targets
 
-    def row_of(self, cell: int) -> int | None:
-        """The step that has taken the row of another tensor, or the column, that this one shows."""
+    def is_part(self, cell: int) -> bool:
+        """Whether a tensor shows a part of another one, which a step has taken out of it."""
         while cell in self._bases:
-            index = self._maker[cell]
-            if self.steps[index].info.base == "select":
-                return index
+            if self.steps[self._maker[cell]].takes_part:
+                return True
             cell = self._bases[cell]
-        return None
+        return False
 
     def _line(self, cell: int) -> list[int]:
         """A tensor, and what it is a view of."""

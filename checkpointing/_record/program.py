@@ -199,9 +199,15 @@ class Step:
 
     @property
     def is_alias(self) -> bool:
-        """Whether it only shows memory that was there: views, and `_unsafe_view`, which torch does
-        not count among them."""
+        """Whether it only shows memory that was there: views, and operators like `_unsafe_view`,
+        which torch does not count among them."""
         return self.is_view or not (self.sizes or self.writes or self.event)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it is a view of a part of a tensor that requires grad. Its backward makes a
+        gradient as large as that tensor."""
+        return self.is_view and self.scratch > 0
 
     def vary(self, places: list[int]) -> None:
         """From here on these arguments may be any numbers, sizes or generators of their types: each

@@ -93,6 +93,8 @@ _DERIVATIVES = {
 _HANDED_ON = ("add", "sub")  # their gradient is the one that they got
 # What is summed up for the gradient of a smaller factor or divisor, in sizes of the result.
 _BROADCASTING = {"div": 3, "mul": 1}
+# Views of a part: beside its gradient, there is one as large as all of what they show a part of.
+_TAKING = ("select", "slice")
 # Their gradient has the shape of what they read, also where that is expanded.
 _PICKING = ("gather", "index", "index_select")
 # Copies that the forward of a loss makes of the largest tensor that it reads.
@@ -114,14 +116,27 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
     if func is _LSTM:  # weights in another layout, and gradients of the gates
         return int(2 * (args[1].nbytes + args[2].nbytes) + 4 * result[0].nbytes)
     name = _name_of(func)
-    if name in _PICKING and args[0].requires_grad:
-        return max(0, int(args[0].nbytes) - memory_size(args[0]))
-    read = [memory_size(a) for a in args if isinstance(a, Tensor) and a.requires_grad]
+    if name in _TAKING + _PICKING:
+        return _scratch_of_part(name, args[0], result)
+    read = [_size(a) for a in args if isinstance(a, Tensor) and a.requires_grad]
     if name in _BROADCASTING:
         made = memory_size(result)
         expanded = sum([size < made for size in read])
-        return expanded and made * (_BROADCASTING[name] + expanded - 1)
+        return made * (_BROADCASTING[name] + expanded - 1) if expanded else 0
     return int(_DERIVATIVES.get(name, 0) * sum(read))
+
+
+def _size(tensor: Tensor) -> int:
+    """The bytes that a part of a tensor shows; for an expanded one, those that it has."""
+    return min(memory_size(tensor), int(tensor.nbytes)) if is_strided(tensor) else 0
+
+
+def _scratch_of_part(name: str, whole: Tensor, part: Tensor) -> int:
+    if not (whole.requires_grad and is_strided(whole)):
+        return 0
+    if name in _PICKING:
+        return int(whole.nbytes) - _size(whole)
+    return int(whole.nbytes + part.nbytes)
 
 
 def scratch_in_place(func: Any, target: Tensor) -> int:
