@@ -379,7 +379,7 @@ class Case:
 
     def check_lifetimes(self, door: str) -> None:
         """Frames die with the graph: after a backward and without one."""
-        # What torch makes only once, as it compiles, stays.
+        # What torch makes only once, such as what it compiles, stays alive.
         self.program(REGIONS["plain"], *self.make())
         # An argument that its own function writes, which backward refuses, owns it.
         if door not in self.refused:

@@ -52,7 +52,7 @@ def choose(stretch: Stretch, peak: int | None = None, parts: int = 0) -> Filling
             best = bare
     best.join(target if peak is None else 0)
     if peak is None:
-        # Windows may need more than plain code: what nobody saves, such as all rows for one.
+        # Windows may make what plain code does not save, and so need more than it.
         best = min(best, _all_saved(stretch), key=_peak_of)
     if peak is None and parts:
         placed = tight, cuts, _at_blocks(stretch.blocks, cuts), ()

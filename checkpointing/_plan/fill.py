@@ -131,8 +131,8 @@ class Filling:
         self.peaks = [self._peak_of(start, end) for start, end in pairwise(self.ends)]
 
     def _peak_of(self, start: int, end: int) -> int:
-        """That of a segment: of its window, with what that makes only to read it, or of backward
-        after it, with the gradients."""
+        """The larger of two: that of the window of a segment, with what it makes only to read it,
+        and that of the backward that follows."""
         came_in = self.model.passed_on[end] + self.held[end - 1]
         running = came_in + max(self._running[start:end])
         return max(running, *self._there[start:end]) - self._made[start]

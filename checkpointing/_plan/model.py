@@ -96,15 +96,11 @@ class Model:
         self._gradients = {number: p.nbytes for number, p in held.items() if p is not None}
         self._uses: dict[int, list[int]] = defaultdict(list)
         self._last_read: dict[int, int] = {}  # by part of a memory, or cell: a step
-        # By memory: the step that takes the last part, where no later one reads the whole.
-        self._last_taken: dict[int, int] = {}
         # By slot that the block has made: the position at which backward wants it, and the memory.
         self.saves: dict[int, tuple[int, int]] = {}
         self._saved: set[Value] = set()  # by the slots before
         for step in path.steps:
             self._add(step)
-            if step.takes_part:
-                self._last_taken[path.memory_of[step.memories[0][0]]] = step.index
         alive = self._alive(run)
         self._find_used(alive)
         # Steps that hand views of their gradient on: not where one has read a part of a memory.
@@ -251,8 +247,6 @@ class Model:
                 continue
             read.add(number)
             self._last_read[self.path.parts.get(cell, cell)] = step.index
-            if not self.path.is_part(cell):
-                self._last_taken.pop(number, None)
             if number not in own:
                 memory = self.memories[number]
                 memory.values[value] = step.index
@@ -402,17 +396,23 @@ class Model:
         first = [memory for memory in {*given} if memory.last_used == step.index]
         return sum([m.nbytes for m in given]) - sum([m.nbytes for m in first])
 
-    def _scratch(self, step: Step) -> int:
-        """What the backward of a step works with. The gradient of a part is added to that of the
-        whole; the last part that is taken has nothing to be added to, if only parts are read."""
-        nbytes = int(step.scratch * self.scale)
-        if not step.takes_part:
-            return nbytes
-        memory = self.memories.get(self.path.memory_of[step.memories[0][0]])
-        if memory is None or not memory.has_gradient:
-            return 0
-        is_first = self._last_taken.get(memory.number) == step.index
-        return max(0, nbytes - memory.nbytes) if is_first else nbytes
+    def _gradients_of_parts(self) -> Iterator[Span]:
+        """Beside the gradient of a part, backward makes one as large as the whole, and adds it to
+        the gradient of the whole. The first of these is that gradient."""
+        path = self.path
+        begun: set[int] = set()  # memories with a gradient from a later step
+        for step in reversed(path.steps):
+            if not step.takes_part:
+                whole = [path.memory_of[cell] for cell, _ in step.reads if not path.is_part(cell)]
+                begun.update({*whole}.intersection(self.reads[step.index]))
+                continue
+            ((_, number),) = step.memories
+            memory = self.memories.get(number)
+            if memory is not None and memory.has_gradient:
+                known = 0 if number in begun else memory.nbytes
+                nbytes = max(0, int(step.scratch * self.scale) - known)
+                yield step.index + 1, step.index + 1, nbytes
+                begun.add(number)
 
     def _needed_by_backward(self) -> list[Span]:
         """By position to which backward has come: bytes that are there whatever the block keeps and
@@ -426,10 +426,12 @@ class Model:
             last = first if first < known else self.count
             pending.append((0, last, self._gradients[number]))
         pending += self._gradients_of_memories()
+        pending += self._gradients_of_parts()
         for step in self.path.steps:
             if step.info.base in _torch.JOINS:
                 pending += self._gradients_of_joined(step.index)
-            more = self._scratch(step) + self._added_to_gradients(step)
+            scratch = 0 if step.takes_part else int(step.scratch * self.scale)
+            more = scratch + self._added_to_gradients(step)
             pending.append((step.index + 1, step.index + 1, more))
         for number, uses in self._uses.items():
             nbytes = self._gradients[number]

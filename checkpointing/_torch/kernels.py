@@ -93,7 +93,7 @@ _DERIVATIVES = {
 _HANDED_ON = ("add", "sub")  # their gradient is the one that they got
 # What is summed up for the gradient of a smaller factor or divisor, in sizes of the result.
 _BROADCASTING = {"div": 3, "mul": 1}
-# Views of a part: beside its gradient, there is one as large as all of what they show a part of.
+# Views of a part: their backward makes a gradient as large as what they show a part of.
 _TAKING = ("select", "slice")
 # Their gradient has the shape of what they read, also where that is expanded.
 _PICKING = ("gather", "index", "index_select")
@@ -127,11 +127,13 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
 
 
 def _size(tensor: Tensor) -> int:
-    """The bytes that a part of a tensor shows; for an expanded one, those that it has."""
+    """The bytes of a tensor. An expanded one has fewer than its shape says."""
     return min(memory_size(tensor), int(tensor.nbytes)) if is_strided(tensor) else 0
 
 
 def _scratch_of_part(name: str, whole: Tensor, part: Tensor) -> int:
+    """The gradient of the whole, as far as it is not counted: beside that of a view, or where the
+    whole is expanded."""
     if not (whole.requires_grad and is_strided(whole)):
         return 0
     if name in _PICKING:
@@ -170,7 +172,8 @@ def _scratch_of_convolution(result: Tensor, *args: Any) -> Any:
         if not image.is_contiguous():
             of_image, of_weight = of_image + image.nbytes, of_weight + image.nbytes
     sums = _sums(image, weight, groups)
-    beside = sums if image.itemsize < 4 else sums - weight.nbytes  # the gradient itself is one
+    # One of the sums may be the gradient itself.
+    beside = sums if image.itemsize < 4 else sums - weight.nbytes
     of_weight = max(of_weight + beside, sums)
     return max(image.requires_grad * of_image, weight.requires_grad * of_weight)
 
@@ -224,9 +227,10 @@ def _copies_in_order(
     of_image, of_weight = max(read, read - image.nbytes + made + weight.nbytes), read + made
     if makes_two:
         of_image = max(2 * image.nbytes, made + max(image.nbytes, weight.nbytes))
+    is_depthwise = weight.shape[1] == 1 < image.shape[1]
     if image.shape[1] == _COLOURS:
         of_weight = made
-    elif max(weight.shape[2:]) > (3 if weight.shape[1] == 1 < image.shape[1] else _WIDEST):
+    elif max(weight.shape[2:]) > (3 if is_depthwise else _WIDEST):
         of_weight = 0
     return of_image, of_weight
 
