@@ -17,22 +17,19 @@ backend hold it for a time that differs from rank to rank.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from copy import copy
 from itertools import accumulate, chain
 
 from .. import _torch
 from .._record import KEEP, NOT_WRITTEN, UNSEEN, First, Known, Path, Run, Step, Value
+from .gradients import Gradients, Span
 from .groups import MOST_WRITTEN
-
-Span = tuple[int, int, int]  # the first and the last position, and bytes
 
 
 class Memory:
     """What a plan knows of a memory that the block has made."""
 
-    has_gradient = False
     is_cheap = False
     is_theirs = False  # whether somebody else holds it when the block has ended
     effort = math.inf  # bytes written to make it from inputs, if that is cheap
@@ -47,7 +44,6 @@ class Memory:
         self.readers: tuple[int, ...] = ()  # steps
         self.first_read = never  # by a step that does not write to it
         self.last_read = maker  # by a step
-        self.last_used = maker  # by a step that hands a gradient back
         self.dies = never  # the step after which nobody outside holds it
         # That are saved, or read by others than those who write to it, and the last such step.
         self.values: dict[Value, int] = {}
@@ -84,32 +80,23 @@ class Model:
         self.never = self.count + 1  # a position after all others
         # The position down to which a backward retains the graph.
         self.retained = max(0, [*path.saved_after, self.count][retained])
-        self._are_several = run.program.history.parts > 1  # such as micro-batches
         self.memories: dict[int, Memory] = {}
         # Memories by step, also those that it writes.
         self.made: list[tuple[int, ...]] = [()] * self.count
         self.reads: list[tuple[int, ...]] = [()] * self.count
         self.work = [0.0] * self.count  # of each step, in floating-point operations
         self._sent: dict[int, int] = {}  # by memory: the last step that hands it to others
-        # By memory of a parameter that trains: its bytes, and the steps that read it, last first.
+        # By memory of a parameter that trains: its bytes.
         held = {path.memory_of[cell]: run.store.parameter(cell) for cell in path.trained}
-        self._gradients = {number: p.nbytes for number, p in held.items() if p is not None}
-        self._uses: dict[int, list[int]] = defaultdict(list)
-        self._last_read: dict[int, int] = {}  # by part of a memory, or cell: a step
+        self._parameters = {number: p.nbytes for number, p in held.items() if p is not None}
         # By slot that the block has made: the position at which backward wants it, and the memory.
         self.saves: dict[int, tuple[int, int]] = {}
         self._saved: set[Value] = set()  # by the slots before
         for step in path.steps:
             self._add(step)
         alive = self._alive(run)
-        self._find_used(alive)
-        # Steps that hand views of their gradient on: not where one has read a part of a memory.
-        self._joining = {
-            step.index
-            for step in path.steps
-            if step.info.base in _torch.JOINS
-            and self.bytes_of(self.reads[step.index]) <= self.bytes_of(self.made[step.index])
-        }
+        gradients = self._find_gradients(alive)
+        self.with_gradient = gradients.known
         for number in range(len(path.slots)):
             self._add_slot(number)
         given = {path.memory_of[cell] for cell, _ in path.given}
@@ -124,9 +111,14 @@ class Model:
             for index, drawn in run.store.random.items()
         ]
         self.live = self.sums([*self._lives(), *states, *self._losses()])
-        self._missing = {path.memory_of[cell] for cell in waiting} & self._uses.keys()
-        spans = [(memory.maker + 1, self.count, memory.nbytes) for memory in fixed]
-        spans += [*states, *self._needed_by_backward()]
+        # What backward needs, whatever the block keeps and saves: somebody else holds it, or it is
+        # made there.
+        spans = [(memory.maker + 1, self.count, memory.nbytes) for memory in fixed] + states
+        spans += [(0, self.count, m.nbytes) for m in self.memories.values() if m.is_theirs]
+        # From here on, gradients are made by another backward, before this one.
+        known = 0 if run.program.history.parts > 1 else self.retained  # such as micro-batches
+        missing = {path.memory_of[cell] for cell in waiting}
+        spans += [*gradients.spans, *gradients.of_parameters(missing, known)]
         # What the steps after it have made is there, too.
         self.backward = self.sums(spans)[1:]
         # Of this, what is still there at the position before, to which backward comes next.
@@ -143,29 +135,15 @@ class Model:
                 alive.add(number)
         return alive
 
-    def _find_used(self, alive: Set[int]) -> None:
-        """Find what gets a gradient: what lives on, the last result, and what leads to these. A
-        custom autograd function runs its forward with grad mode off: what leads to its result
-        counts, too, since its backward works with about as much."""
+    def _find_gradients(self, alive: Set[int]) -> Gradients:
+        """Backward gets gradients of what lives on, and of the last result."""
         integers = {number for step in self.steps for number in step.integers}
         followed = [self.made[step.index] for step in self.steps if step.differentiated]
-        used = ({*chain(*followed)} - integers).intersection({*alive}.union(*self.made[-1:]))
-        last: dict[int, int] = {}
-        for step in reversed(self.steps):
-            if used.isdisjoint(self.made[step.index]):
-                continue
-            read = {*step.differentiated}
-            if not step.grad_mode:
-                read = {self.path.memory_of[cell] for cell, _ in step.reads}
-            for number in read & self._gradients.keys():
-                self._uses[number].append(step.index)
-            for number in (read & self.memories.keys()) - integers:
-                last.setdefault(number, step.index)
-                used.add(number)
-        for number in used:
-            memory = self.memories[number]
-            memory.has_gradient = True
-            memory.last_used = last.get(number, memory.maker)
+        ends = ({*chain(*followed)} - integers).intersection({*alive}.union(*self.made[-1:]))
+        sizes = {number: memory.nbytes for number, memory in self.memories.items()}
+        for number in integers:
+            sizes.pop(number, None)
+        return Gradients(self.path, sizes, self._parameters, ends, self.scale)
 
     def _lives(self) -> Iterator[Span]:
         """From when to when each memory is there in the forward. When small ones die may depend on
@@ -242,11 +220,10 @@ class Model:
         own = {*step.writes, *(number for _, number in step.memories)}
         read: set[int] = set()
         for value in step.reads:
-            cell, number = value[0], self.path.memory_of[value[0]]
+            number = self.path.memory_of[value[0]]
             if value in self.path.given or number not in self.memories:
                 continue
             read.add(number)
-            self._last_read[self.path.parts.get(cell, cell)] = step.index
             if number not in own:
                 memory = self.memories[number]
                 memory.values[value] = step.index
@@ -331,121 +308,6 @@ class Model:
     def bytes_of(self, numbers: Iterable[int]) -> int:
         """The bytes of these memories."""
         return sum([self.memories[number].nbytes for number in numbers])
-
-    def _shares_gradient(self, memory: Memory, index: int) -> bool:
-        """Whether its gradient before a step is that of another memory: an addition hands one to
-        both, and `cat` hands views of its own."""
-        if index in self._joining:
-            return True
-        if self.path.steps[index].info.base not in ("add", "add_"):
-            return False
-        return any(
-            (other.has_gradient, other.last_used, other.nbytes) == (True, index, memory.nbytes)
-            for other in map(self.memories.__getitem__, self.reads[index])
-            if other.maker < memory.maker
-        )
-
-    def _gradients_of_memories(self) -> Iterator[Span]:
-        """Each is there from the backward of the last reader to that of the maker, or to that of
-        an addition in place, which hands it on; those of parts into which a step has split a
-        memory, to the backward of that step."""
-        path = self.path
-        parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for part in {*path.parts.values()}:
-            parts[path.memory_of[part]].append((part, path.there_after((part, NOT_WRITTEN))))
-        for memory in self.memories.values():
-            if not memory.has_gradient:
-                continue
-            steps = [memory.last_used, *memory.writers]
-            shared = [index + 1 for index in steps if self._shares_gradient(memory, index)]
-            first, last = max(shared, default=memory.maker), memory.last_used
-            if first > last:
-                continue
-            for part, index in parts[memory.number]:
-                last = index
-                nbytes = memory.nbytes // len(path.steps[index].memories)
-                yield index + 1, self._last_read.get(part, index) + 1, nbytes
-            yield first + 1, last + 1, memory.nbytes
-
-    def _gradients_of_joined(self, index: int) -> Iterator[Span]:
-        """What `cat` and `stack` read last gets a view of their gradient, up to its maker, or to a
-        reader before: the sum is a tensor of its own."""
-        read = [self.memories[number] for number in self.reads[index]]
-        last = [memory for memory in read if memory.has_gradient and memory.last_used == index]
-        first = index
-        for memory in last if index in self._joining else ():
-            *_, before, _ = memory.maker, *memory.readers
-            if before > memory.maker:
-                yield memory.maker + 1, before, memory.nbytes
-            first = min(first, before)
-        yield first + 1, index, self.bytes_of(self.made[index])
-
-    def _added_to_gradients(self, step: Step) -> int:
-        """The bytes that the backward of a step adds to gradients that are there already, from
-        later readers: each is beside the sum. An addition and a copy hand on the gradient that they
-        got, and the gradient of what a step writes in place is replaced."""
-        gives = any(self.memories[number].has_gradient for number in self.made[step.index])
-        if step.info.base in ("add", "add_", "clone", *_torch.JOINS) or not gives:
-            return 0
-        cells = [cell for cell, _ in step.reads if not self.path.is_part(cell)]
-        numbers = [self.path.memory_of[cell] for cell in cells]
-        split = self.path.split_by
-        read = [self.memories[n] for n in numbers if n in self.memories and n not in split]
-        others = [memory for memory in read if memory.number not in step.writes]
-        given = [memory for memory in others if memory.has_gradient]
-        first = [memory for memory in {*given} if memory.last_used == step.index]
-        return sum([m.nbytes for m in given]) - sum([m.nbytes for m in first])
-
-    def _gradients_of_parts(self) -> Iterator[Span]:
-        """Beside the gradient of a part, backward makes one as large as the whole, and adds it to
-        the gradient of the whole. The first of these is that gradient."""
-        path = self.path
-        begun: set[int] = set()  # memories with a gradient from a later step
-        for step in reversed(path.steps):
-            if not step.takes_part:
-                whole = [path.memory_of[cell] for cell, _ in step.reads if not path.is_part(cell)]
-                begun.update({*whole}.intersection(self.reads[step.index]))
-                continue
-            ((_, number),) = step.memories
-            memory = self.memories.get(number)
-            if memory is not None and memory.has_gradient:
-                known = 0 if number in begun else memory.nbytes
-                nbytes = max(0, int(step.scratch * self.scale) - known)
-                yield step.index + 1, step.index + 1, nbytes
-                begun.add(number)
-
-    def _needed_by_backward(self) -> list[Span]:
-        """By position to which backward has come: bytes that are there whatever the block keeps and
-        saves. It works with them, they are gradients that did not exist before, or somebody else
-        holds them."""
-        pending = [(0, self.count, m.nbytes) for m in self.memories.values() if m.is_theirs]
-        # The position from which gradients are made by another backward, before this one.
-        known = 0 if self._are_several else self.retained
-        for number in self._missing:
-            first = self._uses[number][0]
-            last = first if first < known else self.count
-            pending.append((0, last, self._gradients[number]))
-        pending += self._gradients_of_memories()
-        pending += self._gradients_of_parts()
-        for step in self.path.steps:
-            if step.info.base in _torch.JOINS:
-                pending += self._gradients_of_joined(step.index)
-            scratch = 0 if step.takes_part else int(step.scratch * self.scale)
-            more = scratch + self._added_to_gradients(step)
-            pending.append((step.index + 1, step.index + 1, more))
-        for number, uses in self._uses.items():
-            nbytes = self._gradients[number]
-            pending += [(index + 1, index + 1, nbytes) for index in uses]
-            if len(uses) > 1:  # the sum over all uses waits for the first one
-                if number not in self._missing:
-                    pending.append((uses[-1] + 1, uses[0], nbytes))
-                # Each new sum is a third one, beside both parts; the gradient that a node has read
-                # is free by then.
-                pending += [
-                    (index + 1, index + 1, max(0, nbytes - self.bytes_of(self.made[index])))
-                    for index in uses[1:]
-                ]
-        return pending
 
 
 def still_waiting(run: Run, cells: Iterable[int]) -> list[int]:

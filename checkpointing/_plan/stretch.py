@@ -104,8 +104,7 @@ class Stretch:
         modes = [*zip(self.model.steps, self.model.made, self.reads, strict=True)]
         off = {n for step, made, _ in modes if not step.grad_mode for n in made}
         needed = {n for step, _, read in modes if step.grad_mode for n in read}
-        found = self.dear & off & (needed | self.saved.keys())
-        return {number for number in found if not self.memories[number].has_gradient}
+        return (self.dear & off & (needed | self.saved.keys())) - self.model.with_gradient
 
     def _across(self, run: range, n: int = 0) -> int:
         """The bytes that cross cuts after so many steps in each block."""

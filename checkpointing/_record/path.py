@@ -42,6 +42,8 @@ class Path:
         # (A third one may split that again otherwise: its parts would overlap with these.)
         self.parts: dict[int, int] = {}
         self.split_by: dict[int, int] = {}  # by memory that has parts: the step that made them
+        # By cell: the first one that shows as much: that of its memory, or a view of a part.
+        self.extent: dict[int, int] = {}
         # Cells of what steps have made, and of views of that without overlaps.
         self._plain: set[int] = set()
         self._maker: dict[int, int] = {}
@@ -64,9 +66,12 @@ class Path:
             self.memory_of[cell] = memory
             self._maker[cell] = step.index
             base = self._base_of(step, memory)
+            self.extent[cell] = memory if base is None else self.extent[base]
             if base is None:
                 self._plain.add(cell)
                 continue
+            if step.takes_part or (splits and step.is_alias):
+                self.extent[cell] = cell
             self._bases[cell] = base
             if step.is_view and not step.varies:
                 self._add_view(step, cell, base)
@@ -76,7 +81,7 @@ class Path:
                     self.parts[cell] = self.parts[base]
                 elif (
                     splits
-                    and not self.is_part(base)
+                    and self.extent[base] == memory
                     and self.split_by.setdefault(memory, step.index) == step.index
                 ):
                     self.parts[cell] = cell
@@ -106,7 +111,7 @@ class Path:
         for asked in here.holds:
             self._add_given(asked)
         for first in here.firsts:
-            self.memory_of[first.cell] = first.memory
+            self.memory_of[first.cell] = self.extent[first.cell] = first.memory
             if first.refers is not None:
                 self._add_given(first.refers)
                 if first.requires_grad:
@@ -235,14 +240,6 @@ class Path:
             if line[0] in other or other[0] in line:
                 return True
         return not step.targets
-
-    def is_part(self, cell: int) -> bool:
-        """Whether a tensor shows a part of another one, which a step has taken out of it."""
-        while cell in self._bases:
-            if self.steps[self._maker[cell]].takes_part:
-                return True
-            cell = self._bases[cell]
-        return False
 
     def _line(self, cell: int) -> list[int]:
         """A tensor, and what it is a view of."""

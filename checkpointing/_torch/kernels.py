@@ -93,7 +93,7 @@ _DERIVATIVES = {
 _HANDED_ON = ("add", "sub")  # their gradient is the one that they got
 # What is summed up for the gradient of a smaller factor or divisor, in sizes of the result.
 _BROADCASTING = {"div": 3, "mul": 1}
-# Views of a part: their backward makes a gradient as large as what they show a part of.
+# Views of a part.
 _TAKING = ("select", "slice")
 # Their gradient has the shape of what they read, also where that is expanded.
 _PICKING = ("gather", "index", "index_select")
@@ -132,13 +132,10 @@ def _size(tensor: Tensor) -> int:
 
 
 def _scratch_of_part(name: str, whole: Tensor, part: Tensor) -> int:
-    """The gradient of the whole, as far as it is not counted: beside that of a view, or where the
-    whole is expanded."""
+    """The gradient of a part that is a view; or that of the whole, as far as this is expanded."""
     if not (whole.requires_grad and is_strided(whole)):
         return 0
-    if name in _PICKING:
-        return int(whole.nbytes) - _size(whole)
-    return int(whole.nbytes + part.nbytes)
+    return int(whole.nbytes) - _size(whole) if name in _PICKING else int(part.nbytes)
 
 
 def scratch_in_place(func: Any, target: Tensor) -> int:

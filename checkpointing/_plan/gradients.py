@@ -1,0 +1,154 @@
+"""Gradients: what backward makes, and how long that is there.
+
+One walk over the steps of a path, the last one first, as autograd takes them. A step uses up the
+gradients of what it has made, and makes new ones of what it has read. Additions hand on the one
+that they get, and `cat` hands on views of it. Where a gradient is there already, from a later step,
+one of the two is added to the other in place. The view that takes a part out of a tensor makes a
+gradient as large as that tensor.
+
+Invariant: a gradient is there from the step that makes it down to the last one that uses it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+
+from .. import _torch
+from .._record import Path, Step
+
+Span = tuple[int, int, int]  # the first and the last position, and bytes
+
+
+class Gradient:
+    """One that backward has made at a step."""
+
+    def __init__(self, nbytes: int, index: int) -> None:
+        self.nbytes, self.index = nbytes, index
+        self.users = 0  # tensors of which it is the gradient, or has that as a part
+
+
+class Gradients:
+    """The gradients of what a path has made, and of parameters. The backward of a step is at the
+    position after it."""
+
+    def __init__(
+        self,
+        path: Path,
+        sizes: Mapping[int, int],
+        parameters: Mapping[int, int],
+        ends: Set[int],
+        scale: float,
+    ) -> None:
+        """`sizes` are bytes by memory that the path has made, and that can have a gradient, `scale`
+        times those in the program; `parameters` are bytes by memory of those that train. Backward
+        gets gradients of `ends`."""
+        self._path, self._parameters, self._ends, self._scale = path, parameters, ends, scale
+        self.spans: list[Span] = []  # of what backward makes, but for parameters
+        self.known: set[int] = set()  # memories that have a gradient
+        # By memory of a parameter: the steps that read it, last first, and the bytes that the
+        # backward of each has used up.
+        self._uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._there: dict[int, Gradient] = {}  # by extent
+        self._sizes = {**sizes}  # by extent
+        for step in path.steps:
+            self._measure(step)
+        for step in reversed(path.steps):
+            if step.is_alias:
+                self._take_apart(step)
+            else:
+                self._operate(step)
+
+    def of_parameters(self, waiting: Set[int], known: int) -> Iterator[Span]:
+        """The gradients of parameters. Those `waiting` have none yet; from the position `known` on,
+        they get one from another backward before this one."""
+        for number, uses in self._uses.items():
+            nbytes = self._parameters[number]
+            (last, _), *others = uses
+            if number in waiting:
+                yield 0, last if last < known else len(self._path.steps), nbytes
+            elif others:  # the sum over all uses waits for the first one
+                yield uses[-1][0] + 1, last, nbytes
+            for index, _ in uses:
+                yield index + 1, index + 1, nbytes
+            # Each new sum is a third one, beside both parts. What the step has used is free then.
+            for index, used in others:
+                yield index + 1, index + 1, max(0, nbytes - used)
+
+    def _measure(self, step: Step) -> None:
+        """Find the bytes of the parts that a view takes out of a tensor."""
+        parts, whole = self._parts(step)
+        for part in parts:
+            nbytes = self._sizes[whole] // len(parts)
+            self._sizes[part] = int(step.scratch * self._scale) if step.takes_part else nbytes
+
+    def _parts(self, step: Step) -> tuple[Sequence[int], int]:
+        """The parts that a view takes out of a tensor, if it does, and that tensor."""
+        extent = self._path.extent
+        if not (step.is_alias and step.reads):
+            return (), 0
+        whole = extent[step.reads[0][0]]
+        parts = [extent[cell] for cell, _ in step.memories if extent[cell] == cell]
+        return parts if whole in self._sizes else (), whole
+
+    def _take_apart(self, step: Step) -> None:
+        parts, whole = self._parts(step)
+        used = [self._there.pop(part) for part in parts if part in self._there]
+        if used:
+            self._give(whole, Gradient(self._sizes[whole], step.index), step.index)
+        self._drop(used, step.index)
+
+    def _operate(self, step: Step) -> None:
+        used = [*self._of_results(step)]
+        written = {*step.writes, *[self._path.extent[cell] for cell in step.targets]}
+        got = [*used, *[self._there[each] for each in written if each in self._there]]
+        if not got:
+            return
+        self.spans.append((step.index + 1, step.index + 1, int(step.scratch * self._scale)))
+        followed = self._followed(step)
+        for number in followed & self._parameters.keys():
+            self._uses[number].append((step.index, sum([gradient.nbytes for gradient in used])))
+        read = [cell for cell, _ in step.reads if self._path.memory_of[cell] in followed]
+        for extent in [self._path.extent[cell] for cell in read] or followed:
+            if extent in self._sizes and extent not in written:
+                nbytes = self._sizes[extent]
+                is_same = step.info.base in _ADDITIONS and got[0].nbytes == nbytes
+                shares = is_same or step.info.base in _torch.JOINS
+                self._give(extent, got[0] if shares else Gradient(nbytes, step.index), step.index)
+        self._drop(used, step.index)
+
+    def _of_results(self, step: Step) -> Iterator[Gradient]:
+        """The gradients of what a step has made: nobody needs them after it."""
+        for number, _ in step.sizes:
+            gradient = self._there.pop(number, None)
+            if gradient is None and number in self._ends:
+                gradient = Gradient(self._sizes[number], step.index)
+                gradient.users = 1
+            if gradient is not None:
+                self.known.add(number)
+                yield gradient
+
+    def _followed(self, step: Step) -> Set[int]:
+        """The memories to which a step gives gradients. A custom autograd function runs its forward
+        with grad mode off: what leads to its result counts, too, since its backward works with
+        about as much."""
+        if step.grad_mode:
+            return {*step.differentiated}
+        return {self._path.memory_of[cell] for cell, _ in step.reads}
+
+    def _give(self, extent: int, gradient: Gradient, index: int) -> None:
+        """Add a gradient to the one that is there, or else the other way around."""
+        old = self._there.get(extent)
+        if old is None or not gradient.users:
+            self._there[extent] = gradient
+            gradient.users += 1
+            self._drop([old] if old else [], index)
+
+    def _drop(self, used: Sequence[Gradient], index: int) -> None:
+        for gradient in used:
+            gradient.users -= 1
+            if not gradient.users:
+                self.spans.append((index + 1, gradient.index + 1, gradient.nbytes))
+
+
+_ADDITIONS = ("add", "add_", "clone")
