@@ -205,8 +205,8 @@ class Step:
 
     @property
     def takes_part(self) -> bool:
-        """Whether it is a view of a part of a tensor that requires grad. Its backward makes a
-        gradient as large as that tensor."""
+        """Whether it is a view of a part of a tensor that requires grad, or an expanded one. Its
+        backward makes a gradient as large as that tensor."""
         return self.is_view and self.scratch > 0
 
     def vary(self, places: list[int]) -> None:

@@ -93,8 +93,8 @@ _DERIVATIVES = {
 _HANDED_ON = ("add", "sub")  # their gradient is the one that they got
 # What is summed up for the gradient of a smaller factor or divisor, in sizes of the result.
 _BROADCASTING = {"div": 3, "mul": 1}
-# Views of a part.
-_TAKING = ("select", "slice")
+# Views that show less than their base, or more.
+_TAKING = ("expand", "select", "slice")
 # Their gradient has the shape of what they read, also where that is expanded.
 _PICKING = ("gather", "index", "index_select")
 # Copies that the forward of a loss makes of the largest tensor that it reads.
@@ -132,10 +132,13 @@ def _size(tensor: Tensor) -> int:
 
 
 def _scratch_of_part(name: str, whole: Tensor, part: Tensor) -> int:
-    """The gradient of a part that is a view; or that of the whole, as far as this is expanded."""
+    """The gradient of a view that is not handed on; or that of what an index picks from, as far as
+    this is expanded."""
     if not (whole.requires_grad and is_strided(whole)):
         return 0
-    return int(whole.nbytes) - _size(whole) if name in _PICKING else int(part.nbytes)
+    if name in _PICKING:
+        return int(whole.nbytes) - _size(whole)
+    return 0 if name == "expand" and part.shape == whole.shape else int(part.nbytes)
 
 
 def scratch_in_place(func: Any, target: Tensor) -> int:
