@@ -1556,15 +1556,62 @@ def test_what_hooks_hold_is_not_made_again():
     assert run.scope.stats.ops_replayed == 0
 
 
-def test_one_row_that_is_joined_to_something_has_a_gradient_of_the_whole():
-    layers, x = [nn.Linear(32, 32) for _ in range(16)], torch.randn(256, 32)
+def linears(count, width, out):
+    return nn.ModuleList(nn.Linear(width, out) for _ in range(count))
 
-    def forward():
-        rows = torch.stack([layer(x).tanh() for layer in layers], 1)
-        products = (rows @ rows.mT).flatten(1)
-        return torch.cat([rows[:, 0], products], 1).square().mean()
 
-    assert predicted(forward) == pytest.approx(1, rel=0.05)
+class Shown:
+    """Programs that read parts of tensors, or more than these hold. (The kernel of attention needs
+    some memory itself.)"""
+
+    def one_row_of_all():
+        layers, x = linears(16, 32, 32), torch.randn(256, 32)
+
+        def run():
+            rows = torch.stack([layer(x).tanh() for layer in layers], 1)
+            products = (rows @ rows.mT).flatten(1)
+            return torch.cat([rows[:, 0], products], 1)
+
+        return layers, run
+
+    def a_row_of_each_layer():
+        layers, x = linears(10, 64, 64), torch.randn(16, 32, 64)
+
+        def run():
+            y, rows = x, []
+            for layer in layers:
+                y = y + layer(y).tanh()
+                rows.append(y[:, 0])
+            return torch.stack(rows)
+
+        return layers, run
+
+    def keys_for_several_queries():
+        layers, x = linears(8, 64, 96), torch.randn(4, 64, 64)
+
+        def run():
+            y = x
+            for layer in layers:
+                q, *kv = layer(y).split([64, 16, 16], -1)
+                q = q.view(4, 64, 4, 16).transpose(1, 2)
+                k, v = [each.view(4, 1, 64, 16).expand_as(q) for each in kv]
+                attended = nn.functional.scaled_dot_product_attention(q, k, v)
+                y = y + attended.transpose(1, 2).flatten(2)
+            return y
+
+        return layers, run
+
+    def gates_written_in_place():
+        net, x = nn.GRU(64, 64, 2), torch.randn(10, 128, 64, requires_grad=True)
+        return net, lambda: net(x)[0]
+
+
+@pytest.mark.parametrize("build", [value for name, value in vars(Shown).items() if name[0] != "_"])
+def test_the_gradients_of_parts_and_of_expanded_tensors_are_predicted(build):
+    model, run = build()
+    oracle.with_gradients(model.parameters())
+    most = 0.1 if build is Shown.keys_for_several_queries else 0.02
+    assert predicted(lambda: run().square().mean()) == pytest.approx(1, rel=most)
 
 
 CHANNELS_LAST = {"memory_format": torch.channels_last}
