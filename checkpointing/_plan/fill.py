@@ -4,8 +4,8 @@ Invariant: the simulated peak is at least what the block needs, kernels aside, a
 forward and backward. In the forward, that is what lives there, and what is kept and would have died
 before. In backward, beside what it works with, each of these is there:
 
-- what is kept, from the end on down to the first segment whose windows need it, or as far down as
-  the graph is retained;
+- what is kept, from the end on down to where the last of what its windows make is used, or as far
+  down as the graph is retained;
 - what the window of a segment delivers, from the end of the segment down to where it was saved.
 """
 
@@ -30,6 +30,7 @@ class Filling:
         self.stretch, self.most, self.budget = stretch, most, budget
         self.model, self.memories = stretch.model, stretch.memories
         self.ends = [0, *cuts, self.model.count]
+        self._positions = {*stretch.positions}
         self.kept: set[int] = set()
         for start, across in self._find_windows():
             if start in self.ends:
@@ -109,10 +110,7 @@ class Filling:
         self.forward: list[int] = [*map(add, model.live, dead)][: model.count]
         spans = []
         for memory in kept:
-            needed_at = self._needed_at.get(memory.number, model.count)
-            needed = self.ends[bisect_right(self.ends, needed_at) - 1]
-            there_from = min(memory.first_read, stretch.saved.get(memory.number, model.count))
-            first = min(max(needed, there_from), model.retained)
+            first = min(self._needed_at.get(memory.number, model.count), model.retained)
             spans.append((first, model.count, memory.cost))
         self.held = model.sums(spans)
         there = [*map(add, model.backward, self.held)]
@@ -140,36 +138,54 @@ class Filling:
     def _find_windows(self) -> Crosses:
         """Go through the segments: what their windows run, read, and start from. Returns what
         crosses where a cut is possible, and is not kept."""
-        model, stretch, memories = self.model, self.stretch, self.memories
-        positions = {*stretch.positions}
-        crosses: Crosses = []
         self.again: set[int] = set()
         # By memory that is kept: the first position at which a window, or backward, needs it.
         self._needed_at: dict[int, int] = {}
         # What windows make: a memory, the step that makes it, and the last one that needs it there.
         self._made_again: list[tuple[int, int, int]] = []
-        for start, end in reversed([*pairwise(self.ends)]):
-            # Memories that are not kept, whose makers are still to come, and where they are needed.
-            reading: dict[int, int] = {}
-            for index in range(end - 1, start - 1, -1):
-                if index in stretch.wanted:
-                    needed = stretch.wanted[index] & self.kept
-                    reading.update(dict.fromkeys(stretch.wanted[index] - needed, index))
-                    self._needed_at.update(dict.fromkeys(needed, index))
-                made = model.made[index]
-                if not reading.keys().isdisjoint(made):
-                    self.again.add(index)
-                    for number in made:
-                        if memories[number].maker == index:
-                            self._made_again.append((number, index, reading.pop(number, index)))
-                    for number in stretch.reads[index]:
-                        if number in self.kept and memories[number].last_part < index:
-                            self._needed_at[number] = index
-                        else:
-                            reading.setdefault(number, index)
-                if index == start or (index in positions and index < end - 1):
-                    crosses.append((index, reading.keys() & stretch.dear))
+        segments = reversed([*pairwise(self.ends)])
+        return [each for start, end in segments for each in self._go_down(start, end)]
+
+    def _go_down(self, start: int, end: int) -> Crosses:
+        """Go through a segment, last step first."""
+        stretch = self.stretch
+        crosses: Crosses = []
+        # Memories that are not kept, whose makers are still to come, and where they are needed.
+        reading: dict[int, int] = {}
+        # Kept ones that a window starts from: it has them until all that it makes is used.
+        starts: set[int] = set()
+        used = end
+        for index in range(end - 1, start - 1, -1):
+            if index in stretch.wanted:
+                at_hand = stretch.wanted[index] & self.kept
+                self._needed_at.update(dict.fromkeys(at_hand, index))
+                if to_make := stretch.wanted[index] - at_hand:
+                    reading.update(dict.fromkeys(to_make, index))
+                    used = index
+            if not reading.keys().isdisjoint(self.model.made[index]):
+                starts |= self._run_again(index, reading)
+            is_start = index == start
+            if is_start or stretch.dear.isdisjoint(reading):  # a window begins here
+                self._needed_at.update(
+                    {number: min(used, self._needed_at.get(number, used)) for number in starts}
+                )
+                starts = set()
+            if is_start or (index in self._positions and index < end - 1):
+                crosses.append((index, reading.keys() & stretch.dear))
         return crosses
+
+    def _run_again(self, index: int, reading: dict[int, int]) -> set[int]:
+        """A window runs this step. Returns which kept memories that reads."""
+        self.again.add(index)
+        for number in self.model.made[index]:
+            if self.memories[number].maker == index:
+                self._made_again.append((number, index, reading.pop(number, index)))
+        read = self.stretch.reads[index]
+        kept = {n for n in read if n in self.kept and self.memories[n].last_part < index}
+        for number in read:
+            if number not in kept:
+                reading.setdefault(number, index)
+        return kept
 
     def _is_wanted(self, number: int) -> bool:
         """Whether autograd has saved a memory, or a step that runs again reads it."""
@@ -183,13 +199,19 @@ class Filling:
     def _fill_in_rounds(self) -> None:
         self.cut_and_drop()
         for _ in range(_ROUNDS):  # each may make room for the next, or cuts free
-            count = len(self.kept)
-            self._fill()
-            if len(self.kept) == count:
-                break
-            self.cut_and_drop()
+            before, ends, peak = self.kept, self.ends, max(self.peaks)
+            for is_careful in (False, True):
+                self._fill(is_careful)
+                if self.kept == before:
+                    return
+                self.cut_and_drop()
+                if max(self.peaks) <= max(self.most, peak):
+                    break
+                # A window may hold what it starts from for longer than its segment has saved that.
+                self.kept, self.ends = before, ends
+                self._simulate()
 
-    def _fill(self) -> None:
+    def _fill(self, is_careful: bool) -> None:
         """Take the steps whose results save most, as long as there is room for them. Of equal ones
         the last is held for the shortest time; within a window it is the first, so that what
         remains is at the end, where no replay has to come by it again."""
@@ -198,9 +220,10 @@ class Filling:
         before, added = self.nbytes, 0
 
         def first_beside(index: int) -> int:
-            """The first segment that gets more to hold if the results of a step are kept: its own
-            makes them anyway, and a graph that is retained has them to the end."""
-            return bisect_right(self.ends, min(index, self.model.retained - 1))
+            """The first segment that gets more to hold if the results of a step are kept: mostly,
+            its own makes them anyway. A graph that is retained has them to the end."""
+            first = bisect_right(self.ends, min(index, self.model.retained - 1))
+            return first - 1 if is_careful else first
 
         def has_room(index: int) -> bool:
             nbytes = self.stretch.cost(results[index])
@@ -217,7 +240,7 @@ class Filling:
         for index in sorted(worths, key=lambda index: (-worths[index], order * index)):
             if has_room(index):
                 nbytes, first = self.stretch.cost(results[index]), first_beside(index)
-                self.kept |= results[index]
+                self.kept = self.kept | results[index]
                 added += nbytes
                 self.peaks[first:] = [peak + nbytes for peak in self.peaks[first:]]
                 backward = _largest_from(self.peaks)

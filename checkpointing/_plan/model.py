@@ -42,7 +42,6 @@ class Memory:
         self.writers: tuple[int, ...] = ()  # steps of the path, after the maker
         self.final = maker + 1  # the first position at which it is what it will be
         self.readers: tuple[int, ...] = ()  # steps
-        self.first_read = never  # by a step that does not write to it
         self.last_read = maker  # by a step
         self.dies = never  # the step after which nobody outside holds it
         # That are saved, or read by others than those who write to it, and the last such step.
@@ -55,7 +54,6 @@ class Memory:
         moved = copy(self)
         moved.maker -= first
         moved.final -= first
-        moved.first_read -= first
         moved.last_read -= first
         moved.last_part -= first
         moved.dies = min(self.dies - first, count + 1)
@@ -225,9 +223,7 @@ class Model:
                 continue
             read.add(number)
             if number not in own:
-                memory = self.memories[number]
-                memory.values[value] = step.index
-                memory.first_read = min(memory.first_read, step.index)
+                self.memories[number].values[value] = step.index
         for number in read:
             memory = self.memories[number]
             memory.last_read = step.index

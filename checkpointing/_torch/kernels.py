@@ -178,6 +178,11 @@ def _scratch_of_convolution(result: Tensor, *args: Any) -> Any:
     return max(image.requires_grad * of_image, weight.requires_grad * of_weight)
 
 
+def _widest(image: Tensor) -> int:
+    """The widest kernel for which oneDNN has code of its own."""
+    return min(_WIDEST, *image.shape[2:])
+
+
 def _has_channels_last(image: Tensor) -> bool:
     return image.stride(1) == 1 and image.dim() == 4 and not image.is_contiguous()
 
@@ -209,7 +214,7 @@ def _sums(image: Tensor, weight: Tensor, groups: int) -> int:
         return int(times * padded) + _BUFFER * threads
     if is_last:
         return (2 + (weight.stride(1) > 1)) * padded  # in another order, it is copied
-    if max(kernel) > _WIDEST:  # each thread sums up for itself
+    if max(kernel) > _widest(image):  # each thread sums up for itself
         return 4 * weight.nbytes * threads
     return padded
 
@@ -230,7 +235,7 @@ def _copies_in_order(
     is_depthwise = weight.shape[1] == 1 < image.shape[1]
     if image.shape[1] == _COLOURS:
         of_weight = made
-    elif max(weight.shape[2:]) > (3 if is_depthwise else _WIDEST):
+    elif max(weight.shape[2:]) > (3 if is_depthwise else _widest(image)):
         of_weight = 0
     return of_image, of_weight
 

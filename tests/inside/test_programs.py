@@ -209,17 +209,13 @@ def test_peaks_are_sums_over_what_is_there(build):
     stretch, draw = stretch_of(build), random.Random(0)
     model, memories = stretch.model, stretch.memories
 
-    def low_of(number):
-        after = memories[number].first_read
-        return min(after, stretch.saved.get(number, after))
-
     for _ in range(8):
         inner = stretch.positions[1:-1]
         cuts = sorted(draw.sample(inner, draw.randrange(len(inner))))
         (filling,) = keeping(stretch, cuts, [draw.sample(range(model.count), model.count // 3)])
         ends = [0, *cuts, model.count]
         for (start, end), found in zip(itertools.pairwise(ends), filling.peaks, strict=True):
-            needed = [n for n, first in filling._needed_at.items() if first < end]
+            needed_at = filling._needed_at.items()
             again = filling.again.intersection(range(start, end))
             came_in = model.passed_on[end]
             there = []
@@ -229,7 +225,7 @@ def test_peaks_are_sums_over_what_is_there(build):
                     is_shared = number in stretch.dear or saved in filling.again
                     if start <= saved <= at if is_shared else saved == at:
                         made += {number} - filling.kept
-                kept = [n for n in needed if low_of(n) <= at]
+                kept = [n for n, first in needed_at if first <= at]
                 there.append(model.backward[at] + stretch.cost(kept) + stretch.cost(made))
                 made = [n for n in made if n in stretch.dear or stretch.saved[n] in filling.again]
                 passing = []
@@ -238,7 +234,7 @@ def test_peaks_are_sums_over_what_is_there(build):
                         uses = {index, *again.intersection(memories[number].readers)}
                         if memories[number].maker == index and at <= max(uses):
                             passing.append(memories[number].nbytes)
-                kept = [n for n in needed if low_of(n) < end]
+                kept = [n for n, first in needed_at if first < end]
                 there.append(came_in + stretch.cost(kept) + stretch.cost(made) + sum(passing))
             assert max(there) == found
 
