@@ -1614,12 +1614,29 @@ def test_the_gradients_of_parts_and_of_expanded_tensors_are_predicted(build):
     assert predicted(lambda: run().square().mean()) == pytest.approx(1, rel=most)
 
 
+def test_what_a_window_starts_from_is_there_until_all_that_it_makes_is_used():
+    """The budget has room for the result of a `tanh`, which others are made from."""
+    pairs = [(nn.Linear(32, 128), nn.Linear(128, 32)) for _ in range(8)]
+    head, x = nn.Linear(32, 64), torch.randn(256, 32)
+    oracle.with_gradients([p for layer in [*sum(pairs, ()), head] for p in layer.parameters()])
+
+    def forward():
+        y = x
+        for up, down in pairs:
+            z = up(y)
+            y = y + down(0.5 * z * (1 + (0.8 * (z + 0.04 * z.pow(3))).tanh()))
+        return head(y).logsumexp(-1).mean()
+
+    assert predicted(forward, budget=400_000) == pytest.approx(1, rel=0.02)
+
+
 CHANNELS_LAST = {"memory_format": torch.channels_last}
 ABOUT = {"least": 0.95, "most": 1.05}
 CONVOLUTIONS = [  # copies of images and weights; where channels are last, weights with more of them
     (nn.Conv2d(96, 192, 3, 2, 1), (2, 96, 8, 8), {}, {}),
     (nn.Conv2d(96, 24, 2, 2), (2, 96, 8, 8), {}, {}),
     (nn.ConvTranspose2d(96, 24, 4, 2, 1), (2, 96, 8, 8), {}, {}),
+    (nn.Conv2d(96, 96, 3, padding=1), (4, 96, 2, 2), {}, {}),  # wider than the image
     (nn.ConvTranspose2d(16, 1, 4, 2, 1), (2, 16, 16, 16), {}, {}),
     (nn.Sequential(nn.Flatten(2), nn.Conv1d(96, 24, 3)), (2, 96, 8, 8), CHANNELS_LAST, {}),
     (nn.Conv2d(96, 96, 7, padding=3, groups=96), (2, 96, 8, 8), CHANNELS_LAST, {}),

@@ -165,6 +165,43 @@ def test_a_large_loss_before_others_is_not_made_again(has_gradients):
     assert choose(stretch, 1).peak <= 1.03 * exact
 
 
+def parallel_blocks():
+    """As in GPT-J: attention and MLP side by side, with a GELU of nine operators."""
+    stacks = [nn.ModuleList(layer() for _ in range(6)) for layer in PARALLEL]
+    head, x, ids = nn.Linear(64, 512), torch.randn(256, 64), torch.randint(0, 512, (256,))
+
+    def run():
+        y = x * 1
+        for norm, query, up, down in zip(*stacks, strict=True):
+            z = norm(y)
+            y = query(z).sin() + down(gelu(up(z))) + y
+        return nn.functional.cross_entropy(head(y), ids)
+
+    return nn.ModuleList([*stacks, head]), run
+
+
+PARALLEL = [
+    lambda: nn.LayerNorm(64),
+    lambda: nn.Linear(64, 64),
+    lambda: nn.Linear(64, 256),
+    lambda: nn.Linear(256, 64),
+]
+
+
+def gelu(x):
+    return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.04 * x.pow(3))))
+
+
+def test_what_is_kept_beside_cuts_never_takes_more_than_the_peak():
+    """A kept `tanh` is there until all is used that a window makes of it."""
+    stretch, draw = stretch_of(parallel_blocks), random.Random(0)
+    for _ in range(150):
+        inner = stretch.positions[1:-1]
+        cuts = sorted(draw.sample(inner, draw.randrange(8)))
+        peak = int(max(_bare(stretch, cuts).peaks) * draw.uniform(1, 1.06))
+        assert max(Filling(stretch, cuts, peak).peaks) <= peak
+
+
 @pytest.mark.parametrize("part", [0.2, 0.6])
 @pytest.mark.parametrize("build", PROGRAMS)
 def test_no_other_choice_recomputes_less(build, part):
