@@ -1,7 +1,6 @@
 """Tensors as regions see them: their names in messages, which are referenced, not saved, and what
 a recompute knows of those that it needs."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,6 +85,6 @@ class Held:
     def renew(self) -> None:
         """The region has written to other parts of its memory."""
 
-    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
-        """The region is about to write the tensor: hold a copy from here on. `copied` copies the
-        live tensor, which may be quicker than fetching it."""
+    def freeze(self, live: Tensor | None = None) -> None:
+        """The region is about to write the tensor: hold a copy from here on. `live` is the tensor,
+        if it is at hand, which is quicker than fetching it."""
