@@ -44,8 +44,8 @@ class Evidence:
         self.finding = metadata_of(tensor), finding
         self.line = entered_from(sys._getframe(1))
 
-    def __eq__(self, other: object) -> bool:
-        return bool(self.finding == getattr(other, "finding", None))
+    def __eq__(self, other: Any) -> bool:
+        return bool(self.finding == other.finding)
 
     def __str__(self) -> str:
         return str(self.finding)
