@@ -31,7 +31,7 @@ from .._engine import (
     within,
     without_recording,
 )
-from .buffers import Moment, Places
+from .buffers import Moment
 
 Place = tuple[int, int]  # of an argument, and of a tensor in it
 
@@ -85,7 +85,7 @@ class Result:
 
     has_returned = False
     after: Generators | None = None  # the generators after the call, if it drew numbers
-    buffers = Moment([], [])  # rewound ones after the call
+    buffers = Moment([])  # rewound ones after the call
     value = None
 
     def __init__(self) -> None:
@@ -99,10 +99,9 @@ class Result:
         """The call has written a tensor in its arguments."""
         self.written.append((place, weakref.ref(_torch.memory_of(tensor)), self._pinned(tensor)))
 
-    def note_set(self, places: Places) -> None:
-        """The call has set these buffers."""
-        for (module, name), (tensor, _) in places.items():
-            self.set.append((module, name, None if tensor is None else self._pinned(tensor)))
+    def note_set(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        """The call has set or written a buffer."""
+        self.set.append((module, name, None if tensor is None else self._pinned(tensor)))
 
     def _pinned(self, tensor: Tensor) -> Pin:
         # No hooks: a rerun around this region may write nothing here.
