@@ -204,7 +204,7 @@ def _is_users(saver: Saver) -> TypeGuard[Hooks]:
 def _is_referenced(tensor: Tensor, saver: Saver) -> bool:
     """Whether a tensor is referenced, not saved. (Hooks of the user get leaves. A view of one may
     come back from them as a tensor of its own, so it is saved in any case.)"""
-    return is_parameter(root_of(tensor)) if _is_users(saver) else is_referenced(tensor)
+    return is_parameter(tensor) if _is_users(saver) else is_referenced(tensor)
 
 
 def _owner_of(hooks: Hooks | None) -> Any:

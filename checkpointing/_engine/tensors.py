@@ -31,8 +31,10 @@ def root_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def is_parameter(root: Tensor) -> bool:
-    """Whether a region references this tensor and its views, rather than saving them (rule 2)."""
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether this is a parameter, or a view of one: a region references it, rather than saving it
+    (rule 2)."""
+    root = root_of(tensor)
     return type(root) is not Tensor and isinstance(root, nn.Parameter)
 
 
@@ -65,7 +67,7 @@ def is_referenced(tensor: Tensor) -> bool:
     grad, which the graph keeps alive anyway."""
     if tensor.requires_grad and not carries_nothing(tensor) and tensor.is_leaf:
         return True
-    return is_parameter(root_of(tensor))
+    return is_parameter(tensor)
 
 
 class Held:

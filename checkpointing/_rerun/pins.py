@@ -25,7 +25,6 @@ from .._engine import (
     is_parameter,
     named,
     put_together,
-    root_of,
     take_apart,
     tensors_in,
     within,
@@ -83,10 +82,9 @@ class Passed:
 class Result:
     """The result of one call of a `forward_only` function."""
 
-    has_returned = False
+    value: Any  # once it has returned
     after: Generators | None = None  # the generators after the call, if it drew numbers
     buffers = Moment([])  # rewound ones after the call
-    value = None
 
     def __init__(self) -> None:
         self.pins: list[Pin] = []
@@ -146,7 +144,6 @@ class Result:
             return pin
 
         self.value = passed.get(id(value)) or take_apart(value, save)
-        self.has_returned = True
 
 
 class Repeated(Region):
@@ -158,7 +155,7 @@ class Repeated(Region):
         self._frame: Frame = frame
 
     def keep(self, tensor: Tensor) -> Tensor:
-        if is_parameter(root_of(tensor)):
+        if is_parameter(tensor):
             return tensor
         pin: Pin | None = next(self._pins, None)
         if pin is None:  # the forward still runs, and has not come so far
@@ -177,8 +174,8 @@ class Repeated(Region):
         return tensor
 
     def once(self, function: Any, args: Any, kwargs: Any) -> Any:
-        result = next(self._results, None)
-        if result is None or not result.has_returned:
+        result = next(self._results, Result())
+        if not hasattr(result, "value"):
             if not self._frame.complete:  # a rerun for a backward inside the region
                 return without_slots(function, args, kwargs)
             name = getattr(function, "__qualname__", repr(function))

@@ -38,7 +38,6 @@ from .._engine import (
     note_written,
     put_together,
     rngs_of,
-    root_of,
     take_apart,
     tensors_in,
     thread,
@@ -169,7 +168,7 @@ class Rerun(Region, Call, Slots):
             self._buffers.refuse_unseen_dropout(self)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        if self._is_aside or is_parameter(root_of(tensor)):
+        if self._is_aside or is_parameter(tensor):
             return tensor
         if isinstance(self.outer, Rerun | Repeated):
             # Its rerun enters this region again, which must then meet the same value.
