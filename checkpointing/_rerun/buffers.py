@@ -7,10 +7,10 @@ Rejected: exchanging the buffers for copies. Aliases, views and caches keyed by 
 refer to the originals.
 """
 
-import operator
 from collections.abc import Set
 from functools import partial
 from itertools import compress, filterfalse, islice
+from operator import is_
 from typing import Any
 
 import torch
@@ -289,7 +289,7 @@ def _set(module: nn.Module, buffers: dict[str, Any]) -> None:
     """Give a module these buffers, if others have been set."""
     store = _torch.buffers_of_module(module)[0]
     now = dict(store)
-    if now.keys() == buffers.keys() and all(map(operator.is_, now.values(), buffers.values())):
+    if now.keys() == buffers.keys() and all(map(is_, now.values(), buffers.values())):
         return
     if isinstance(store, dict):  # a scripted module can have no other names
         store.clear()
