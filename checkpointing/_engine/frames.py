@@ -284,10 +284,10 @@ def is_internal(hooks: _torch.Hooks) -> bool:
 def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
     """The reader is Python code, not a built-in node. The backward of a custom Function may read
     `ctx.saved_tensors` again, so its tensors stay until it has run (rule 4)."""
-    node, frame, slot = _torch.current_node(), holder.frame, holder.slot
+    node, slot = _torch.current_node(), holder.slot
     if not isinstance(node, _torch.PythonNode):
         return
-    task = frame.task()
+    task = holder.frame.task()
     task[slot] = tensor
     weak = _ref(task)  # a backward that fails in this node leaves the hook behind
 

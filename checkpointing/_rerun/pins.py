@@ -110,8 +110,7 @@ class Result:
 
     def write_again(self, frame: Frame, given: dict[Place, Any]) -> None:
         """Leave in buffers, and in these tensors of the arguments, what the call left there."""
-        if self.buffers.tensors:
-            self.buffers.go_back()
+        self.buffers.go_back()
         for module, name, pin in self.set:
             copy = None if pin is None else pin.restored(_copied(pin.held.fetch(frame)))
             _torch.buffers_of_module(module)[0][name] = copy

@@ -293,16 +293,15 @@ class Slots(Frame):
         return parameter
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """The name of a parameter in the modules that existed before the region."""
+        """A parameter of the modules that existed before the region, for messages."""
         for module in self.modules:
             for name, other in module.named_parameters():
                 if other is parameter:
-                    return f"{type(module).__name__}.{name}"
+                    return f"the parameter {type(module).__name__}.{name}"
         return None
 
     def described(self, parameter: Tensor) -> str:
-        name = self.name_of(parameter)
-        return named(f"the parameter {name}" if name else "a parameter", parameter)
+        return named(self.name_of(parameter) or "a parameter", parameter)
 
 
 def whole_parameter(shown: Shown) -> Tensor | None:
