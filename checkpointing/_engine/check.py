@@ -44,8 +44,8 @@ class Evidence:
         self.finding = metadata_of(tensor), finding
         self.line = entered_from(sys._getframe(1))
 
-    def __eq__(self, other: object) -> bool:
-        return bool(self.finding == getattr(other, "finding", None))
+    def __eq__(self, other: Any) -> bool:
+        return bool(self.finding == other.finding)
 
     def __str__(self) -> str:
         return str(self.finding)
@@ -53,10 +53,9 @@ class Evidence:
 
 def checksum(tensor: Tensor) -> str:
     """64 bits that depend on every bit of the tensor and its position."""
-    if tensor.is_meta or isinstance(tensor, _torch.FakeTensor):
-        return "unknown"
     # Kernels of recurrent nets reserve such memory for their backward, and do not write all of it.
-    if (tensor.dtype, tensor.dim()) == (torch.uint8, 1):
+    may_be_unwritten = (tensor.dtype, tensor.dim()) == (torch.uint8, 1)
+    if may_be_unwritten or tensor.is_meta or isinstance(tensor, _torch.FakeTensor):
         return "unknown"
     file = io.BytesIO()
     torch.save([*map(_compact, _torch.plain_parts(tensor))], file)  # knows tensors of all kinds

@@ -184,14 +184,12 @@ class Frame:
 
     # ---- backward
 
-    def bring_back(self, holder: Holder, key: Any) -> Tensor:
+    def bring_back(self, holder: Holder) -> Tensor:
         """Recompute for a holder, once per slot and graph task."""
-        group = _torch.graph_exec_group()
-        key = group or key  # torch's context that joins graph tasks
         with self.lock:
-            task, slot = self.task_of(key), holder.slot
+            task, slot = self.task(), holder.slot
             if task.get(slot) is None:  # else another thread has computed it
-                if slot in task and group is not None and self.prefix is not None:
+                if slot in task and self.prefix is not None and _torch.graph_exec_group():
                     raise errors.overlapping(self)  # as torch does
                 task.pop(slot, None)  # its node has had it, and opens it again
                 try:
@@ -240,9 +238,10 @@ class Frame:
         if isinstance(error, errors.CheckpointError) and self.on_error is not None:
             self.on_error(error)
 
-    def task_of(self, key: Any) -> Task:
-        """The tensors of a graph task. They are held until its end, or that of torch's group, even
-        if that fails."""
+    def task(self) -> Task:
+        """The tensors of this graph task. They are held until its end, or that of torch's group,
+        which joins graph tasks, even if that fails."""
+        key: Any = _torch.graph_exec_group() or graph_task_id()
         task = self.tasks.get(key)
         if task is None:
             task = self.kind_of_task()
@@ -260,12 +259,12 @@ class Frame:
 
 def unpack(holder: Holder) -> Tensor:
     """Autograd's unpack hook, the same for all regions."""
-    frame, key = holder.frame, graph_task_id()
-    task = frame.tasks.get(key)
+    frame = holder.frame
+    task = frame.tasks.get(graph_task_id())
     if task is not None and (tensor := task.get(holder.slot)) is not None:
         task[holder.slot] = None
     elif holder.saved is None or (tensor := frame.at_hand(holder)) is None:
-        tensor = frame.bring_back(holder, key)
+        tensor = frame.bring_back(holder)
     reader = sys._getframe().f_back  # None in a thread of the autograd engine
     if reader is not None and reader.f_code is not run_backward_code:
         _keep_until_done(holder, tensor)
@@ -285,10 +284,10 @@ def is_internal(hooks: _torch.Hooks) -> bool:
 def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
     """The reader is Python code, not a built-in node. The backward of a custom Function may read
     `ctx.saved_tensors` again, so its tensors stay until it has run (rule 4)."""
-    node, frame, slot = _torch.current_node(), holder.frame, holder.slot
+    node, slot = _torch.current_node(), holder.slot
     if not isinstance(node, _torch.PythonNode):
         return
-    task = frame.task_of(_torch.graph_exec_group() or graph_task_id())
+    task = holder.frame.task()
     task[slot] = tensor
     weak = _ref(task)  # a backward that fails in this node leaves the hook behind
 

@@ -59,7 +59,7 @@ class Aliased(Held):
     def renew(self) -> None:
         self._version = _torch.version(self.packed)
 
-    def freeze(self, copied: Any = None) -> None:
+    def freeze(self, live: Tensor | None = None) -> None:
         if _torch.was_given_back(self.packed):
             return  # who fetches it is told
         self.packed, self.is_parameter = without_recording(_torch.copy, self.packed), False
@@ -102,9 +102,11 @@ class Packed(Held):
         for guard in self._guards:
             guard.renew()
 
-    def freeze(self, copied: Any = None) -> None:
+    def freeze(self, live: Tensor | None = None) -> None:
         pack, unpacked = self._hooks
-        copy = without_recording(copied or (lambda: _torch.copy(unpacked(self.packed))))
+        if live is None:
+            live = without_recording(unpacked, self.packed)
+        copy = without_recording(_torch.copy, live)
         self.packed, self._layout = without_recording(pack, copy), _torch.layout_of(copy)
         self._guards = []
 
@@ -122,10 +124,10 @@ class InSlot(Held):
     def fetch(self, frame: object) -> Tensor:
         return self._unpack(self.packed)
 
-    def freeze(self, copied: Any = None) -> None:
+    def freeze(self, live: Tensor | None = None) -> None:
         if self._unpack is not identity:  # the region around tells versions apart, if it looks
-            if thread.aside and copied is not None:
-                self.packed, self._unpack = without_recording(copied), identity
+            if thread.aside and live is not None:
+                self.packed, self._unpack = without_recording(_torch.copy, live), identity
                 self._owner = None
             return
         # Packing again would be a slot that the forward did not have: deliver the copy instead.
@@ -202,7 +204,7 @@ def _is_users(saver: Saver) -> TypeGuard[Hooks]:
 def _is_referenced(tensor: Tensor, saver: Saver) -> bool:
     """Whether a tensor is referenced, not saved. (Hooks of the user get leaves. A view of one may
     come back from them as a tensor of its own, so it is saved in any case.)"""
-    return is_parameter(root_of(tensor)) if _is_users(saver) else is_referenced(tensor)
+    return is_parameter(tensor) if _is_users(saver) else is_referenced(tensor)
 
 
 def _owner_of(hooks: Hooks | None) -> Any:

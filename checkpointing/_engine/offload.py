@@ -84,7 +84,7 @@ class Moved(Held):
         super().__init__(away, name)
         self._home, self._layout, self._streams = tensor.device, _torch.layout_of(tensor), streams
 
-    def freeze(self, copied: Any = None) -> None:
+    def freeze(self, live: Tensor | None = None) -> None:
         """Let the computation wait for the copy: the original is about to be written."""
         if self.sent is not None:
             self._streams.current_stream(self._home).wait_event(self.sent)

@@ -1,7 +1,6 @@
 """Tensors as regions see them: their names in messages, which are referenced, not saved, and what
 a recompute knows of those that it needs."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,8 +31,10 @@ def root_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def is_parameter(root: Tensor) -> bool:
-    """Whether a region references this tensor and its views, rather than saving them (rule 2)."""
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether this is a parameter, or a view of one: a region references it, rather than saving it
+    (rule 2)."""
+    root = root_of(tensor)
     return type(root) is not Tensor and isinstance(root, nn.Parameter)
 
 
@@ -66,7 +67,7 @@ def is_referenced(tensor: Tensor) -> bool:
     grad, which the graph keeps alive anyway."""
     if tensor.requires_grad and not carries_nothing(tensor) and tensor.is_leaf:
         return True
-    return is_parameter(root_of(tensor))
+    return is_parameter(tensor)
 
 
 class Held:
@@ -86,6 +87,6 @@ class Held:
     def renew(self) -> None:
         """The region has written to other parts of its memory."""
 
-    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
-        """The region is about to write the tensor: hold a copy from here on. `copied` copies the
-        live tensor, which may be quicker than fetching it."""
+    def freeze(self, live: Tensor | None = None) -> None:
+        """The region is about to write the tensor: hold a copy from here on. `live` is the tensor,
+        if it is at hand, which is quicker than fetching it."""

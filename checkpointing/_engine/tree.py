@@ -109,14 +109,9 @@ def put_together(saved: Any, leaf: Callable[[Any], Any], met: Any = None) -> Any
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a structure, in order."""
-    found = []
-
-    def leaf(part: Any, _: Any) -> None:
-        if isinstance(part, Tensor):
-            found.append(part)
-
-    take_apart(value, leaf)
-    return found
+    leaves: list[Any] = []
+    take_apart(value, lambda part, _: leaves.append(part))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

@@ -125,7 +125,7 @@ class _Rehearsal(Run):
                 storage = _torch.storage_id(tensor)
                 if storage not in self.moments:
                     base = root_of(tensor)
-                    moment = Moment([tensor], [_torch.bytes_of(tensor)])
+                    moment = Moment([tensor], whole=True)
                     self.moments[storage] = base, base.requires_grad, moment
         super()._before_write(step, args, kwargs)
 

@@ -79,9 +79,12 @@ def _rerun(call: Call, count: int) -> tuple[Any, Any]:
     undo: Undo = []
     with within(Region()):
         try:
-            function, args, kwargs, cells = call.restored(name, undo)
-            first, inputs = args[:-count], detach_variable(tuple(args[-count:]))
-            outputs = call.go_back(name, cells, undo).run(function, *first, *inputs, **kwargs)
+            restored, cells = call.restored(name, undo)
+            first, last = restored.args[:-count], restored.args[-count:]
+            inputs = detach_variable(last)
+            outputs = call.go_back(name, cells, undo).run(
+                restored.func, *first, *inputs, **restored.keywords
+            )
         finally:
             undo_all(undo)
     return inputs, (outputs,) if isinstance(outputs, Tensor) else outputs

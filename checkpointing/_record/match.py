@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import is_parameter, root_of
+from .._engine import is_parameter
 from .program import (
     NO_STRIDES,
     ON_MADE,
@@ -105,7 +105,7 @@ class Matcher:
             return False
         is_one = first.is_parameter
         if not is_whole:
-            is_one = first.is_lent or is_parameter(root_of(arg)) is first.is_parameter
+            is_one = first.is_lent or is_parameter(arg) is first.is_parameter
             is_one = is_one and first.refers is None
         if is_one:
             met.append(arg)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import entered_from, is_parameter, root_of
+from .._engine import entered_from, is_parameter
 from .decisions import find_decisions, is_rounded
 from .match import Matcher
 from .memories import MADE, OUTSIDE, UNFILLED, Memories, Memory
@@ -84,9 +84,7 @@ class Recorder(Memories):
             memory = self.memory_of[origin]
         elif origin is ON_MADE:
             memory = self.memory_at(tensor) or memory
-        first = First(
-            cell, origin, memory.number, is_parameter(root_of(tensor)), tensor.requires_grad
-        )
+        first = First(cell, origin, memory.number, is_parameter(tensor), tensor.requires_grad)
         if memory.is_lent:
             first.is_lent = first.is_parameter = True
         self.met.append(tensor)

@@ -251,8 +251,7 @@ class Store:
         return not any(_torch.overlap(tensor, target) for target in targets)
 
     def _freeze(self, asked: Hold, held: Held) -> None:
-        live = self.cells[asked.value[0]]()
-        held.freeze(None if live is None else lambda: _torch.copy(live))
+        held.freeze(self.cells[asked.value[0]]())
 
     def forget(self, step: Step) -> None:
         """A step has failed. The cells from it on are empty again."""

@@ -89,8 +89,7 @@ class Ambient:
         self._switches = read_switches()
         self._modes = _torch.function_modes() if _torch.function_mode_count() else []
         self._autocast = _autocast_state() if _torch.autocast_is_on_somewhere() else []
-        known = [*_registered.values()] if _registered else ()
-        self._states = [(*pair, pair[0]()) for pair in known]
+        self._states = [(*pair, pair[0]()) for pair in [*_registered.values()]]
 
     def enter(self, undo: Undo) -> contextvars.Context:
         """Enter the states that differ; `undo` gets the functions that leave them. Returns the

@@ -7,10 +7,10 @@ Rejected: exchanging the buffers for copies. Aliases, views and caches keyed by 
 refer to the originals.
 """
 
-import operator
 from collections.abc import Set
 from functools import partial
 from itertools import compress, filterfalse, islice
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ from .._engine import Aliased, Field, Undo, is_another, named, without_recording
 from .inputs import Inputs, items_of
 
 _Numbers = dict[str, list[Any]]  # by attribute
-Place = tuple[nn.Module, str]
-Places = dict[Place, tuple[Tensor | None, int]]  # buffers, with their versions
 
 _NUMERIC = {int, float, torch.Size}  # neither flags nor names
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
@@ -32,25 +30,26 @@ _LEAVES_NO_TRACE = (_torch.Normalisation, torch.jit.ScriptModule)  # kernels byp
 
 
 class Moment:
-    """The memory, values, sizes and versions of tensors at one moment."""
+    """The values, sizes and versions of tensors at one moment: of their whole storages, if asked,
+    or where they have gaps."""
 
-    def __init__(self, tensors: list[Tensor], memory: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], whole: bool = False) -> None:
         self.tensors = tensors
-        # The tensors themselves, or whole storages; not what has been given back.
-        self.memory = [*filterfalse(_torch.was_given_back, memory)]
         self._versions = [tensor._version for tensor in tensors]
+        memory = [_torch.bytes_of(t) if whole or not _is_dense(t) else t for t in tensors]
+        self._memory = [*filterfalse(_torch.was_given_back, memory)]
         plain = [tensor for tensor in tensors if type(tensor) is Tensor]
         self.values, self._aliases = without_recording(
-            lambda: ([*map(Tensor.clone, self.memory)], [(tensor, tensor.data) for tensor in plain])
+            lambda: ([*map(Tensor.clone, self._memory)], [(each, each.data) for each in plain])
         )
 
     def go_back(self) -> None:
         for tensor, alias in self._aliases:  # a function may have moved it (`buffer.data = ...`)
             if _torch.storage_id(tensor) != _torch.storage_id(alias):
                 tensor.data = alias
-        there = [not _torch.was_given_back(each) for each in self.memory]
+        there = [not _torch.was_given_back(each) for each in self._memory]
         if any(there):
-            memory, values = [*compress(self.memory, there)], [*compress(self.values, there)]
+            memory, values = [*compress(self._memory, there)], [*compress(self.values, there)]
             without_recording(_torch.overwrite, memory, values)
         _torch.set_versions(self.tensors, self._versions)
 
@@ -63,7 +62,7 @@ class Buffers:
     and those of torch's normalisations in evaluation mode, are guarded by version.
     """
 
-    then = Moment([], [])  # the buffers that are rewound
+    then = Moment([])  # the buffers that are rewound
     rewound: Set[int] = frozenset()  # their storages, in a rerun
     _has_ended = False
 
@@ -93,22 +92,19 @@ class Buffers:
         self._flags = flags
         tensors = [tensor for *_, tensor in self._parameters]
         inputs.devices |= {tensor.device for tensor in tensors if not tensor.is_cpu}
-        self._trained = [
-            (tensor, tensor._version)
-            for tensor in tensors
-            if tensor.requires_grad and not (_torch.is_lazy(tensor) or tensor.is_inference())
-        ]
-        self._frozen = [tensor for tensor in tensors if not tensor.requires_grad]
+        self._states = [(each, each.requires_grad, _torch.version(each)) for each in tensors]
         self._guarded: list[Aliased] = []
         if self._entries:
             self._capture()
 
-    def drawing_unseen(self) -> nn.Module | None:
-        """A module whose random numbers come from no generator: cuDNN has a state of its own for
+    def refuse_unseen_dropout(self, frame: object) -> None:
+        """Raise for random numbers that come from no generator: cuDNN has a state of its own for
         dropout between recurrent layers."""
-        rnns = [module for module in self._flags if isinstance(module, nn.RNNBase)]
-        drawing = [rnn for rnn in rnns if rnn.training and rnn.dropout]
-        return next((rnn for rnn in drawing if rnn.num_layers > 1), None)
+        for module in self._flags:
+            if isinstance(module, nn.RNNBase):
+                draws = module.training and module.dropout
+                if draws and module.num_layers > 1:
+                    raise errors.unseen_dropout(frame, module)
 
     def _capture(self) -> None:
         """Copy the buffers that can be rewound, and note the versions of the others."""
@@ -123,31 +119,22 @@ class Buffers:
                     full_name = type(module).__name__, Field(name)
                     self._guarded.append(Aliased(tensor, full_name))
         if small:
-            self.then = Moment(small, [t if _is_dense(t) else _torch.bytes_of(t) for t in small])
+            self.then = Moment(small)
 
-    def places(self) -> Places:
-        """The present buffers."""
-        return {
-            (module, name): (tensor, -1 if tensor is None else _torch.version(tensor))
-            for module, *_ in self._entries
-            for name, tensor in _torch.buffers_of_module(module)[0].items()
-        }
-
-    def changed(self, before: Places) -> Places:
-        """The buffers that have been set since, or written, but for those that are rewound."""
-        rewound, now = {*map(id, self.then.tensors)}, self.places()
-        return {
-            place: (tensor, version)
-            for place, (tensor, version) in now.items()
-            if place not in before
-            or before[place][0] is not tensor
-            or (before[place][1] != version and id(tensor) not in rewound)
-        }
+    def present(self) -> dict[tuple[nn.Module, str, int, int], Tensor | None]:
+        """The present buffers: by module, name, id, and the version of those that are not
+        rewound. So one that is set or written has another key than before."""
+        rewound = {id(None), *map(id, self.then.tensors)}
+        found = {}
+        for module, *_ in self._entries:
+            for name, tensor in _torch.buffers_of_module(module)[0].items():
+                version = 0 if id(tensor) in rewound else _torch.version(tensor)
+                found[module, name, id(tensor), version] = tensor
+        return found
 
     def end(self) -> None:
         """The region has run. Parameters that it has written or set itself are not guarded."""
-        self._trained = [pair for pair in self._trained if pair[0]._version == pair[1]]
-        self._frozen = [tensor for tensor in self._frozen if not tensor.requires_grad]
+        self._states = [each for each in self._states if _change_of(*each) is None]
         self._parameters = [each for each in self._parameters if _is_there(*each)]
         self._see_what_has_grown()
         self._has_ended = True
@@ -162,9 +149,8 @@ class Buffers:
     def written(self) -> list[tuple[Tensor, str]]:
         """The parameters that train, and have been written since the forward or were frozen in it;
         with what of each has changed, for messages."""
-        unfrozen = [(each, "`requires_grad` of ") for each in self._frozen if each.requires_grad]
-        written = [(each, "") for each, version in self._trained if each._version != version]
-        return [*unfrozen, *written]
+        changes = [(each[0], _change_of(*each)) for each in self._states]
+        return [(tensor, what) for tensor, what in changes if what is not None]
 
     def check_parameters(self, frame: object, trained: bool) -> None:
         """Raise if another tensor is in the place of a parameter; `trained`: of those that train,
@@ -176,18 +162,17 @@ class Buffers:
         for module, name, tensor in self._parameters:
             if _is_there(module, name, tensor):
                 continue
-            other = getattr(module, name, None)
+            other: Any = getattr(module, name, None)
             is_parameter = isinstance(tensor, nn.Parameter)
             if (is_parameter and tensor.requires_grad) is not trained:
                 continue
-            if not is_parameter:
+            if is_parameter:
+                # One that looks different may be a placeholder, until a hook brings a weight in.
+                is_wrong = is_another(tensor, other) and _torch.are_alike(tensor, other)
+            else:
                 now = [each for owner in self._flags for each in owner._parameters.values()]
                 # FSDP1 makes it an attribute for backward.
                 is_wrong = other is not tensor and id(tensor) not in map(id, now)
-            elif other is None:
-                is_wrong = False
-            else:  # one that looks different may be a placeholder, until a hook brings a weight in
-                is_wrong = _torch.are_alike(tensor, other) and is_another(tensor, other)
             if is_wrong:
                 full_name = f"the parameter {type(module).__name__}.{name}"
                 raise errors.exchanged(frame, named(full_name, tensor))
@@ -200,7 +185,7 @@ class Buffers:
             buffer.fetch(frame)
         statistics = [*filter(_may_be_statistics, [buffer.packed for buffer in self._guarded])]
         if statistics:
-            undo.append((Moment.go_back, Moment(statistics, statistics)))
+            undo.append((Moment.go_back, Moment(statistics)))
         flags = {module: getattr(module, "training", None) for module in self._flags}
         undo.append((_set_flags, flags))  # the function may set them, too, and be stopped
         _set_flags(self._flags)
@@ -211,8 +196,15 @@ class Buffers:
         if self.then.tensors:
             parts = [part for each in self.then.tensors for part in _torch.plain_parts(each)]
             self.rewound = {*map(_torch.storage_id, parts)}
-            undo.append((Moment.go_back, Moment(self.then.tensors, self.then.memory)))
+            undo.append((Moment.go_back, Moment(self.then.tensors)))
             self.then.go_back()
+
+
+def _change_of(tensor: Tensor, required_grad: bool, version: int) -> str | None:
+    """What of a parameter has changed that a function may notice, for messages."""
+    if tensor.requires_grad and not required_grad:
+        return "`requires_grad` of "
+    return "" if required_grad and _torch.version(tensor) != version else None
 
 
 def _is_there(module: nn.Module, name: str, tensor: Tensor) -> bool:
@@ -297,7 +289,7 @@ def _set(module: nn.Module, buffers: dict[str, Any]) -> None:
     """Give a module these buffers, if others have been set."""
     store = _torch.buffers_of_module(module)[0]
     now = dict(store)
-    if now.keys() == buffers.keys() and all(map(operator.is_, now.values(), buffers.values())):
+    if now.keys() == buffers.keys() and all(map(is_, now.values(), buffers.values())):
         return
     if isinstance(store, dict):  # a scripted module can have no other names
         store.clear()

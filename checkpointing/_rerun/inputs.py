@@ -88,8 +88,9 @@ class Inputs:
         code, scope = function.__code__, function.__globals__
         for each in (code, *_codes_in(code)):
             for name in each.co_names:
-                if name in scope and isinstance(scope[name], Module):
-                    self.modules += (scope[name],)
+                module = scope.get(name)
+                if isinstance(module, Module):
+                    self.modules += (module,)
         positional, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
         if not (positional or keywords):
             return
@@ -98,10 +99,10 @@ class Inputs:
 
         # Tensors among them live as long as the function, and are guarded.
         def guard(value: Any, name: Name) -> None:
-            if not isinstance(value, Tensor):
+            if isinstance(value, Tensor):
+                self.inputs[Aliased(value, name, True)] = value.requires_grad
+            else:
                 self.hold(value, name)
-                return
-            self.inputs[Aliased(value, name, True)] = value.requires_grad
 
         if not ATOMS.issuperset(map(type, defaults.values())):
             take_apart(defaults, guard, "defaults")

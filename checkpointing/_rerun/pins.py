@@ -25,13 +25,12 @@ from .._engine import (
     is_parameter,
     named,
     put_together,
-    root_of,
     take_apart,
     tensors_in,
     within,
     without_recording,
 )
-from .buffers import Moment, Places
+from .buffers import Moment
 
 Place = tuple[int, int]  # of an argument, and of a tensor in it
 
@@ -83,10 +82,9 @@ class Passed:
 class Result:
     """The result of one call of a `forward_only` function."""
 
-    has_returned = False
+    value: Any  # once it has returned
     after: Generators | None = None  # the generators after the call, if it drew numbers
-    buffers = Moment([], [])  # rewound ones after the call
-    value = None
+    buffers = Moment([])  # rewound ones after the call
 
     def __init__(self) -> None:
         self.pins: list[Pin] = []
@@ -99,10 +97,9 @@ class Result:
         """The call has written a tensor in its arguments."""
         self.written.append((place, weakref.ref(_torch.memory_of(tensor)), self._pinned(tensor)))
 
-    def note_set(self, places: Places) -> None:
-        """The call has set these buffers."""
-        for (module, name), (tensor, _) in places.items():
-            self.set.append((module, name, None if tensor is None else self._pinned(tensor)))
+    def note_set(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        """The call has set or written a buffer."""
+        self.set.append((module, name, None if tensor is None else self._pinned(tensor)))
 
     def _pinned(self, tensor: Tensor) -> Pin:
         # No hooks: a rerun around this region may write nothing here.
@@ -113,8 +110,7 @@ class Result:
 
     def write_again(self, frame: Frame, given: dict[Place, Any]) -> None:
         """Leave in buffers, and in these tensors of the arguments, what the call left there."""
-        if self.buffers.tensors:
-            self.buffers.go_back()
+        self.buffers.go_back()
         for module, name, pin in self.set:
             copy = None if pin is None else pin.restored(_copied(pin.held.fetch(frame)))
             _torch.buffers_of_module(module)[0][name] = copy
@@ -147,7 +143,6 @@ class Result:
             return pin
 
         self.value = passed.get(id(value)) or take_apart(value, save)
-        self.has_returned = True
 
 
 class Repeated(Region):
@@ -159,7 +154,7 @@ class Repeated(Region):
         self._frame: Frame = frame
 
     def keep(self, tensor: Tensor) -> Tensor:
-        if is_parameter(root_of(tensor)):
+        if is_parameter(tensor):
             return tensor
         pin: Pin | None = next(self._pins, None)
         if pin is None:  # the forward still runs, and has not come so far
@@ -178,8 +173,8 @@ class Repeated(Region):
         return tensor
 
     def once(self, function: Any, args: Any, kwargs: Any) -> Any:
-        result = next(self._results, None)
-        if result is None or not result.has_returned:
+        result = next(self._results, Result())
+        if not hasattr(result, "value"):
             if not self._frame.complete:  # a rerun for a backward inside the region
                 return without_slots(function, args, kwargs)
             name = getattr(function, "__qualname__", repr(function))

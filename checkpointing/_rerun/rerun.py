@@ -38,7 +38,6 @@ from .._engine import (
     note_written,
     put_together,
     rngs_of,
-    root_of,
     take_apart,
     tensors_in,
     thread,
@@ -106,8 +105,8 @@ class Call(Inputs):
             note_written(self._hooks, written)
         self._given = {}
 
-    def restored(self, frame: object, undo: Undo) -> tuple[Any, list[Any], dict[str, Any], Cells]:
-        """The function, its arguments, and the variables that it closes over; `undo` gets the
+    def restored(self, frame: object, undo: Undo) -> tuple[partial[Any], Cells]:
+        """The function with its arguments, and the variables that it closes over; `undo` gets the
         functions that undo what that takes."""
         copies = _torch.Copies()  # of what it writes, since others may read the fetched tensor
         storages: dict[int | None, int] = {}  # by the storage in the forward
@@ -135,7 +134,7 @@ class Call(Inputs):
         args = [put_together(saved, fetch, met) for saved in self._args]
         kwargs = {key: put_together(saved, fetch, met) for key, saved in self._kwargs.items()}
         cells = [(cell, fetch(saved)) for cell, saved in self._variables]
-        return self._function, args, kwargs, cells
+        return partial(self._function, *args, **kwargs), cells
 
     def go_back(self, frame: object, cells: Cells, undo: Undo) -> Context:
         """Enter the state of the forward; `undo` gets the functions that leave it. Returns the
@@ -166,12 +165,10 @@ class Rerun(Region, Call, Slots):
         self.policy = getattr(thread.region, "policy", None)
         Call.__init__(self, function, args, kwargs, preserve_rng_state)
         if preserve_rng_state and "cuda" in {device.type for device in self.devices}:
-            module = self._buffers.drawing_unseen()
-            if module is not None:
-                raise errors.unseen_dropout(self, module)
+            self._buffers.refuse_unseen_dropout(self)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        if self._is_aside or is_parameter(root_of(tensor)):
+        if self._is_aside or is_parameter(tensor):
             return tensor
         if isinstance(self.outer, Rerun | Repeated):
             # Its rerun enters this region again, which must then meet the same value.
@@ -187,13 +184,13 @@ class Rerun(Region, Call, Slots):
             return without_slots(function, args, kwargs, self.outer)
         result, before = Result(), self.random()
         self.results += (result,)
-        given, buffers = given_to(args, kwargs), self._buffers.then
+        given = given_to(args, kwargs)
         tensors = [
             (place, part, _torch.version(part))
             for place, part in given.items()
             if isinstance(part, Tensor)
         ]
-        places = self._buffers.places()
+        present = self._buffers.present()
         self._is_aside = True
         try:
             value = without_slots(function, args, kwargs, self.outer)
@@ -204,8 +201,10 @@ class Rerun(Region, Call, Slots):
         for place, tensor, version in tensors:
             if _torch.version(tensor) != version:
                 result.note_written(place, tensor)
-        result.buffers = Moment(buffers.tensors, buffers.memory)
-        result.note_set(self._buffers.changed(places))
+        result.buffers = Moment(self._buffers.then.tensors)
+        for key, buffer in self._buffers.present().items():
+            if key not in present:
+                result.note_set(*key[:2], buffer)
         result.save(value, given, self._hooks)
         return value
 
@@ -213,17 +212,18 @@ class Rerun(Region, Call, Slots):
         calling = Calling(self, holder, task)
         undo: Undo = []
         try:
-            function, args, kwargs, cells = self.restored(self, undo)
-            if self.context is not None:
-                function = partial(call_within, self.context, function)
+            call, cells = self.restored(self, undo)
             self._buffers.check_parameters(self, trained=False)
             if written := self._buffers.written():
-                calling.refuse(written, tensors_in([args, kwargs, [value for _, value in cells]]))
+                inputs = call.args, call.keywords, [value for _, value in cells]
+                calling.refuse(written, tensors_in(inputs))
             context = self.go_back(self, cells, undo)
             calling.rewound = self._buffers.rewound
             if any([self.pins, self.results, self.policy, not self.complete]):
                 thread.region = Repeated(self)
-            calling.call(partial(context.run, function, *args, **kwargs))
+            if self.context is not None:
+                call = partial(call_within, self.context, call)
+            calling.call(partial(context.run, call))
             self._buffers.check_parameters(self, trained=True)
         finally:
             # Its hooks live as long as the graph of the call, perhaps in an attribute of a module.

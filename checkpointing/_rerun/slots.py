@@ -36,7 +36,6 @@ from .._engine import (
     Task,
     identity,
     is_another,
-    is_parameter,
     named,
     reader,
     user_line,
@@ -210,9 +209,9 @@ class Calling:
         (then, must_stay), (now, must_be) = map(self._described, (saved, found))
         if saved is not None and found is not None:
             if saved[0] == found[0]:
-                if saved[2] is not found[2]:  # so other tensors are saved around it
-                    raise errors.changed(frame, f"`requires_grad` of {now}")
-                raise errors.changed(frame, now)
+                # Without it, other tensors are saved around the parameter.
+                what = "" if saved[2] is found[2] else "`requires_grad` of "
+                raise errors.changed(frame, what + now)
             parameter, other = saved[-1](), found[-1]()
             trains = parameter is not None and parameter.requires_grad
             if not (must_stay or must_be) and (trains or not is_another(parameter, other)):
@@ -290,20 +289,19 @@ class Slots(Frame):
         """A parameter: it is referenced (rule 2)."""
         parameter = whole_parameter(holder.saved)
         if parameter is not None and parameter._version != holder.saved[1]:
-            raise errors.changed(self, named("a parameter", parameter))
+            raise errors.changed(self, self.described(parameter))
         return parameter
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """The name of a parameter in the modules that existed before the region."""
+        """A parameter of the modules that existed before the region, for messages."""
         for module in self.modules:
             for name, other in module.named_parameters():
                 if other is parameter:
-                    return f"{type(module).__name__}.{name}"
+                    return f"the parameter {type(module).__name__}.{name}"
         return None
 
     def described(self, parameter: Tensor) -> str:
-        name = self.name_of(parameter)
-        return named(f"the parameter {name}" if name else "a parameter", parameter)
+        return named(self.name_of(parameter) or "a parameter", parameter)
 
 
 def whole_parameter(shown: Shown) -> Tensor | None:
@@ -315,10 +313,10 @@ def whole_parameter(shown: Shown) -> Tensor | None:
 def parameter_in(tensor: Tensor) -> Shown | None:
     """The parameter that a tensor is, or is a view of."""
     root: Any = tensor._base if type(tensor) is Tensor else tensor
-    if not is_parameter(root):
+    if type(root) is Tensor or not isinstance(root, nn.Parameter):
         return None
     # One that trains lives as long as the graph, which ends in it. A frozen one may go.
-    ref = _ref(root)
+    ref: _ref[Tensor] = _ref(root)
     return id(ref), tensor._version, root.requires_grad, root is tensor, ref
 
 
