@@ -227,12 +227,11 @@ OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
 CAST = torch.ops.aten._to_copy.default  # to another dtype or device
 COPY = torch.ops.aten.copy_.default
+_set = torch.ops.aten.set_
 # Operators that take a storage, and the same with a tensor on it.
 TAKE_STORAGE = {
-    torch.ops.aten.set_.source_Storage: torch.ops.aten.set_.source_Tensor,
-    torch.ops.aten.set_.source_Storage_storage_offset: (
-        torch.ops.aten.set_.source_Tensor_storage_offset
-    ),
+    _set.source_Storage: _set.source_Tensor,
+    _set.source_Storage_storage_offset: _set.source_Tensor_storage_offset,
 }
 
 
@@ -453,12 +452,7 @@ def _matmul_precision() -> str | None:
 # region reads all of them twice, so the table has only those that matter to this build.
 SWITCHES: tuple[Any, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (
-        _C._get_deterministic_algorithms,
-        lambda on: _C._set_deterministic_algorithms(
-            on, warn_only=_C._get_deterministic_algorithms_warn_only()
-        ),
-    ),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (_matmul_precision, lambda value: value and _C._set_float32_matmul_precision(value)),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
