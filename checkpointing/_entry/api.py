@@ -185,9 +185,7 @@ def _once(fn: Any, args: Any, kwargs: Any, name: str) -> Any:
 def is_plain() -> bool:
     """Whether to run without a region (rule 10), as while a graph is traced: the trace contains the
     backward, or none, and a recompute would put the tensors of this run into it."""
-    if not is_grad_enabled():
-        return True
-    if _disabled.get():
+    if not is_grad_enabled() or _disabled.get():
         return True
     if _torch.mode_count() and _torch.is_tracing():
         return True
@@ -563,7 +561,7 @@ class _Block:
             mode.__enter__()
         self.frame.enter(self.frame.run)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, error: Any, *_: Any) -> None:
         frame = self.frame
         in_order = frame.leave(frame.run)
         for mode in reversed(self._modes):
@@ -572,10 +570,10 @@ class _Block:
             frame.run.close()
             complaint = frame.close()
         except Exception:
-            if error[0] is None:
+            if error is None:
                 raise
             # Else an interrupt has left the run between two steps. The interrupt is raised.
-        if error[0] is not None:
+        if error is not None:
             return
         if not in_order:
             raise errors.crossed(frame)
@@ -674,8 +672,7 @@ class checkpoint_scope:
     """
 
     _options = Options("replay")
-    _entered = False
-    _block: Any = nullcontext()
+    _block: Any = None  # once it is entered
     _frames: tuple[Replay, ...] = ()
 
     def __init__(self, policy: Any = None, **options: Unpack[GivenToScope]) -> None:
@@ -715,12 +712,12 @@ class checkpoint_scope:
         return report_of(self._frames)
 
     def __enter__(self) -> Self:
-        if self._entered:
+        if self._block is not None:
             raise errors.CheckpointError(
                 f"scope '{self.name}' has been entered before: it describes one execution of one "
                 "block. Make a new one with checkpoint_scope(...)."
             )
-        self._entered = True
+        self._block = nullcontext()
         if not self._options.enabled:
             self._block = _excluded()
         elif not is_plain():
