@@ -79,7 +79,7 @@ class Given(GivenToScope, total=False):
 # The functions of this module are defined further down: Dynamo traces them.
 for _name, _module in [*sys.modules.items()]:
     if _name.startswith(__package__.removesuffix("entry")):
-        _torch.keep_dynamo_out(_module)  # hooks run it
+        _torch.keep_dynamo_out(_module, _name)  # hooks run it
 
 _disabled = ContextVar("checkpointing.disabled", default=False)
 

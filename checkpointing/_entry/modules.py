@@ -144,8 +144,7 @@ class CheckpointedModules:
         self.names = tuple(picked.values())
         self._forwards = {}
         for module, name in picked.items():
-            forward = _Forward(module, name, options)
-            self._forwards[module] = module.__dict__["forward"] = forward
+            self._forwards[module] = module.__dict__["forward"] = _Forward(module, name, options)
 
     def remove(self) -> None:
         """Restore the `forward` of the modules. Regions that wait for backward still recompute. A

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch.utils.checkpoint
@@ -483,15 +483,18 @@ def is_called_from(module: str) -> bool:
     return any(frame.f_globals.get("__name__", "").startswith(module) for frame, _ in frames)
 
 
-def keep_dynamo_out(module: ModuleType) -> None:
-    """Tell Dynamo to run the functions of a module, and all that they call, in eager mode. Compiled
-    code calls hooks while it runs, and a rerun must save the same tensors as the forward."""
-    own = [v for v in vars(module).values() if getattr(v, "__module__", None) == module.__name__]
-    own += [part for kind in own if isinstance(kind, type) for part in vars(kind).values()]
-    for part in own:
-        function = part.fget if isinstance(part, property) else part
-        if isinstance(function, FunctionType):
-            _skip_in_dynamo(function.__code__)
+def keep_dynamo_out(owner: Any, module: str) -> None:
+    """Tell Dynamo to run the functions of a module, or of a class in it, and all that they call, in
+    eager mode. Compiled code calls hooks while it runs, and a rerun must save the same tensors as
+    the forward."""
+    for part in vars(owner).values():
+        own = getattr(part, "fget", part)  # the function of a property
+        if getattr(own, "__module__", None) != module:
+            continue
+        if isinstance(own, type):
+            keep_dynamo_out(own, module)
+        elif isinstance(own, FunctionType):
+            _skip_in_dynamo(own.__code__)
 
 
 def _skip_in_dynamo(code: CodeType) -> None:
