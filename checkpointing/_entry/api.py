@@ -540,7 +540,6 @@ class _Block:
         asked = placement, rng, hooks is None, is_noted, options.debug, check is None
         # A weak reference hashes a code object once, rather than in each run.
         run = Run(program_of((ref(code), instruction, asked)), hooks, rng, policy)
-        run.store.placement = placement
         run.store.is_checked = check is not None
         self.frame = frame = Replay(run, name, line, options.early_stop, check)
         if hooks is not None:
