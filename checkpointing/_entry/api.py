@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial, wraps
 from inspect import Parameter, Signature
+from operator import attrgetter
 from textwrap import shorten
 from types import MethodType
 from typing import Any, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, overload
@@ -385,6 +386,7 @@ class CheckpointedModule(nn.Module):
 
     enters_region = True
     forward = CheckpointedObject.__call__
+    state_dict = property(attrgetter("__wrapped__.state_dict"))
 
     def __init__(self, fn: Any, run: Any) -> None:
         super().__init__()
@@ -416,9 +418,6 @@ class CheckpointedModule(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         yield prefix, self  # FSDP2 looks here for the modules that it has sharded
         yield from self.__wrapped__.named_modules(memo, prefix, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__wrapped__.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *about: Any) -> None:
         inside = prefix + "_checkpoint_wrapped_module."
