@@ -79,8 +79,7 @@ def too_many(frame: Any, saved: int, line: str) -> MismatchError:
 
 
 def different_metadata(frame: Any, op: str, mismatches: Sequence[Mismatch]) -> MismatchError:
-    _, expected, *_ = mismatches[0]
-    shown = 3 if isinstance(expected, tuple) else 1  # a wrong value spreads
+    shown = 3 if isinstance(mismatches[0][1], tuple) else 1  # a wrong value spreads
     rows = ""
     for slot, saved, recomputed, details in mismatches[:shown]:
         rows += (
@@ -90,7 +89,7 @@ def different_metadata(frame: Any, op: str, mismatches: Sequence[Mismatch]) -> M
         )
     if others := [slot for slot, *_ in mismatches[shown:]]:
         rows += f"So do {len(others)} more, in slots {others}.\n"
-    if any(map(_is_decision, mismatches)):
+    if any(_is_decision(saved) for _, saved, *_ in mismatches):
         rows += f"{_DECIDED}\n"
     return MismatchError(
         f"{frame}: Recomputed values for the following tensors have different metadata than during "
@@ -132,11 +131,10 @@ _DECIDED = (
 )
 
 
-def _is_decision(mismatch: Mismatch) -> bool:
-    saved = mismatch[1]
+def _is_decision(saved: object) -> bool:
     if not isinstance(saved, tuple):
         return False
-    dtype = saved[1]
+    _, dtype, _ = saved
     return not (dtype.is_floating_point or dtype.is_complex)
 
 

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial, wraps
 from inspect import Parameter, Signature
+from operator import attrgetter
 from textwrap import shorten
 from types import MethodType
 from typing import Any, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, overload
@@ -79,7 +80,7 @@ class Given(GivenToScope, total=False):
 # The functions of this module are defined further down: Dynamo traces them.
 for _name, _module in [*sys.modules.items()]:
     if _name.startswith(__package__.removesuffix("entry")):
-        _torch.keep_dynamo_out(_module)  # hooks run it
+        _torch.keep_dynamo_out(_module, _name)  # hooks run it
 
 _disabled = ContextVar("checkpointing.disabled", default=False)
 
@@ -185,9 +186,7 @@ def _once(fn: Any, args: Any, kwargs: Any, name: str) -> Any:
 def is_plain() -> bool:
     """Whether to run without a region (rule 10), as while a graph is traced: the trace contains the
     backward, or none, and a recompute would put the tensors of this run into it."""
-    if not is_grad_enabled():
-        return True
-    if _disabled.get():
+    if not is_grad_enabled() or _disabled.get():
         return True
     if _torch.mode_count() and _torch.is_tracing():
         return True
@@ -387,6 +386,7 @@ class CheckpointedModule(nn.Module):
 
     enters_region = True
     forward = CheckpointedObject.__call__
+    state_dict = property(attrgetter("__wrapped__.state_dict"))
 
     def __init__(self, fn: Any, run: Any) -> None:
         super().__init__()
@@ -418,9 +418,6 @@ class CheckpointedModule(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         yield prefix, self  # FSDP2 looks here for the modules that it has sharded
         yield from self.__wrapped__.named_modules(memo, prefix, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__wrapped__.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *about: Any) -> None:
         inside = prefix + "_checkpoint_wrapped_module."
@@ -542,7 +539,6 @@ class _Block:
         asked = placement, rng, hooks is None, is_noted, options.debug, check is None
         # A weak reference hashes a code object once, rather than in each run.
         run = Run(program_of((ref(code), instruction, asked)), hooks, rng, policy)
-        run.store.placement = placement
         run.store.is_checked = check is not None
         self.frame = frame = Replay(run, name, line, options.early_stop, check)
         if hooks is not None:
@@ -563,7 +559,7 @@ class _Block:
             mode.__enter__()
         self.frame.enter(self.frame.run)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, error: Any, *_: Any) -> None:
         frame = self.frame
         in_order = frame.leave(frame.run)
         for mode in reversed(self._modes):
@@ -572,10 +568,10 @@ class _Block:
             frame.run.close()
             complaint = frame.close()
         except Exception:
-            if error[0] is None:
+            if error is None:
                 raise
             # Else an interrupt has left the run between two steps. The interrupt is raised.
-        if error[0] is not None:
+        if error is not None:
             return
         if not in_order:
             raise errors.crossed(frame)
@@ -674,8 +670,7 @@ class checkpoint_scope:
     """
 
     _options = Options("replay")
-    _entered = False
-    _block: Any = nullcontext()
+    _block: Any = None  # once it is entered
     _frames: tuple[Replay, ...] = ()
 
     def __init__(self, policy: Any = None, **options: Unpack[GivenToScope]) -> None:
@@ -715,12 +710,12 @@ class checkpoint_scope:
         return report_of(self._frames)
 
     def __enter__(self) -> Self:
-        if self._entered:
+        if self._block is not None:
             raise errors.CheckpointError(
                 f"scope '{self.name}' has been entered before: it describes one execution of one "
                 "block. Make a new one with checkpoint_scope(...)."
             )
-        self._entered = True
+        self._block = nullcontext()
         if not self._options.enabled:
             self._block = _excluded()
         elif not is_plain():

@@ -18,10 +18,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from .. import _torch
 from .._engine import CPU_RNG, Generators, entered_from, root_of, unpack
 from .._plan import Block, Cost, Outlook
-from .._record import Placement, Program, Run, Step
+from .._record import Program, Run, Step
 from .._replay import Replay
 from .._rerun import Moment
 from .api import disabled
+from .policy import auto
 from .sizes import bytes_of, size, unit_of
 
 Calls = dict[str, list[Block]]  # of modules, by their class
@@ -81,8 +82,7 @@ class _Rehearsal(Run):
     """A run that is told apart from others by its program, and notes what it writes over."""
 
     def __init__(self) -> None:
-        super().__init__(Program(), None, True, None)
-        self.store.placement = Placement(None)
+        super().__init__(Program(), None, True, auto())
         # By storage, before it was written: the base of the tensor, whether it required grad, and
         # its values.
         self.moments: dict[int, Any] = {}

@@ -105,12 +105,9 @@ def _picks(select: Any, name: str, module: nn.Module) -> Any:
     if isinstance(select, type):
         return isinstance(module, select)
     if isinstance(select, str):
-        if name == "":
-            return False
         # With as many dots as the name has, a `*` matches none of them.
-        if name.count(".") != select.count("."):
-            return False
-        return fnmatchcase(name, select)
+        has_as_many = name.count(".") == select.count(".")
+        return name != "" and has_as_many and fnmatchcase(name, select)
     if isinstance(select, tuple | list):
         return any(_picks(part, name, module) for part in select)
     if callable(select) and not isinstance(select, nn.Module):
@@ -147,8 +144,7 @@ class CheckpointedModules:
         self.names = tuple(picked.values())
         self._forwards = {}
         for module, name in picked.items():
-            forward = _Forward(module, name, options)
-            self._forwards[module] = module.__dict__["forward"] = forward
+            self._forwards[module] = module.__dict__["forward"] = _Forward(module, name, options)
 
     def remove(self) -> None:
         """Restore the `forward` of the modules. Regions that wait for backward still recompute. A

@@ -38,6 +38,7 @@ class Run(Follower):
     ) -> None:
         self.policy = policy or getattr(thread.region, "policy", None)
         store = Store(hooks, preserve_rng_state)
+        store.placement = policy and policy.placement  # not that of a region around
         super().__init__(program, store)
         self.switches = read_switches()
         self.around = hooks

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch.utils.checkpoint
@@ -227,12 +227,11 @@ OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
 CAST = torch.ops.aten._to_copy.default  # to another dtype or device
 COPY = torch.ops.aten.copy_.default
+_set = torch.ops.aten.set_
 # Operators that take a storage, and the same with a tensor on it.
 TAKE_STORAGE = {
-    torch.ops.aten.set_.source_Storage: torch.ops.aten.set_.source_Tensor,
-    torch.ops.aten.set_.source_Storage_storage_offset: (
-        torch.ops.aten.set_.source_Tensor_storage_offset
-    ),
+    _set.source_Storage: _set.source_Tensor,
+    _set.source_Storage_storage_offset: _set.source_Tensor_storage_offset,
 }
 
 
@@ -453,12 +452,7 @@ def _matmul_precision() -> str | None:
 # region reads all of them twice, so the table has only those that matter to this build.
 SWITCHES: tuple[Any, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (
-        _C._get_deterministic_algorithms,
-        lambda on: _C._set_deterministic_algorithms(
-            on, warn_only=_C._get_deterministic_algorithms_warn_only()
-        ),
-    ),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (_matmul_precision, lambda value: value and _C._set_float32_matmul_precision(value)),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
@@ -489,15 +483,18 @@ def is_called_from(module: str) -> bool:
     return any(frame.f_globals.get("__name__", "").startswith(module) for frame, _ in frames)
 
 
-def keep_dynamo_out(module: ModuleType) -> None:
-    """Tell Dynamo to run the functions of a module, and all that they call, in eager mode. Compiled
-    code calls hooks while it runs, and a rerun must save the same tensors as the forward."""
-    own = [v for v in vars(module).values() if getattr(v, "__module__", None) == module.__name__]
-    own += [part for kind in own if isinstance(kind, type) for part in vars(kind).values()]
-    for part in own:
-        function = part.fget if isinstance(part, property) else part
-        if isinstance(function, FunctionType):
-            _skip_in_dynamo(function.__code__)
+def keep_dynamo_out(owner: Any, module: str) -> None:
+    """Tell Dynamo to run the functions of a module, or of a class in it, and all that they call, in
+    eager mode. Compiled code calls hooks while it runs, and a rerun must save the same tensors as
+    the forward."""
+    for part in vars(owner).values():
+        own = getattr(part, "fget", part)  # the function of a property
+        if getattr(own, "__module__", None) != module:
+            continue
+        if isinstance(own, type):
+            keep_dynamo_out(own, module)
+        elif isinstance(own, FunctionType):
+            _skip_in_dynamo(own.__code__)
 
 
 def _skip_in_dynamo(code: CodeType) -> None:
