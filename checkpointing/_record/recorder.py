@@ -311,8 +311,8 @@ class Recorder(Memories):
             self.find_gone(step)
         if info.sizes_depend_on_data:
             step.line = entered_from(sys._getframe(1))
-        is_noted = any((step.updates, step.draws, step.fills_part, step.line, step.decides))
-        step.is_special = any((step.is_prepared, is_noted, step.effect))
+        does_more = step.updates, step.draws, step.fills_part, step.line, step.decides
+        step.is_special = any((step.is_prepared, step.effect, *does_more))
 
     def event(self, event: str, args: tuple[Any, ...]) -> Step:
         """What has happened that is no operator: `keep`, `opaque`, a write that nobody saw."""

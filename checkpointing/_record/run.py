@@ -13,7 +13,7 @@ from .. import _torch
 from .._engine import Mover, read_switches, thread
 from .follow import Follower
 from .ops import Info, info_of
-from .pieces import Ends, Pieces
+from .pieces import Ends
 from .program import BROUGHT_BACK, UNSEEN, Known, Program, Slot
 from .store import Store
 
@@ -58,7 +58,8 @@ class Run(Follower):
     def end(self) -> None:
         """The block has ended, and holders have what they need."""
         self.store.release()
-        self.path, self.store.pieces, self.ends = [], None, None
+        self.store.pieces.clear()
+        self.path, self.ends = [], None
         del self.known, self.cells  # they know what has been held
         self.is_over = True
 
@@ -85,7 +86,6 @@ class Run(Follower):
     def _begin_at(self, holder: int) -> None:
         """From here on the block is like another run, whose first holder is this one."""
         store = self.store
-        store.pieces = store.pieces or Pieces()
         store.pieces.leave(store.holds())
         if self.ends is not None:
             self.ends.begin()
@@ -124,7 +124,10 @@ class Run(Follower):
         if self._depth != _RESTING or self._here["depth"] != self._awake:
             return False
         info = info_of(func)
-        if info.is_passed or not (torch.is_grad_enabled() or self._hears_of(info, args, kwargs)):
+        if info.is_passed:
+            return False
+        written = info.targets_of(args, kwargs)
+        if not (torch.is_grad_enabled() or self.store.pieces.hear_of(info, written)):
             return False
         self._depth = self._awake
         if any(holder() is not None for holder in self._holders):
@@ -136,11 +139,6 @@ class Run(Follower):
             self._holders.clear()
             self.store.first_holder = 0
         return True
-
-    def _hears_of(self, info: Info, args: Any, kwargs: Any) -> bool:
-        """Whether an operator writes where something is held for backward."""
-        pieces, written = self.store.pieces, info.targets_of(args, kwargs)
-        return pieces is not None and pieces.hear_of(info, written)
 
     def adopt(self, tensor: Tensor, slot: Slot) -> None:
         """While the block still runs, a backward inside it has brought a value back in other
