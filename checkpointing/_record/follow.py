@@ -54,7 +54,7 @@ class Follower(TorchDispatchMode, Position, Region):
         Position.__init__(self, program, store)
         self.fake_mode = _torch.fake_mode()
         self._here = thread.__dict__
-        self._depth = thread.depth
+        self._depth = store.depth
         self._later = store.later
         self._sees_more()
 

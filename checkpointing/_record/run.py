@@ -24,7 +24,8 @@ class Run(Follower):
     """One execution of a block."""
 
     ends: Ends | None = None  # of its pieces, if the block is taken in pieces
-    announced: Tensor | None = None  # what is saved next is an alias of it
+    # What is saved next is an alias of this, which a region inside is about to take as an input.
+    announced: Tensor | None = None
     _keeper: Mover | None = None  # takes what `keep` is given
     _saver: Mover | None = None  # takes all that autograd saves, which is then kept
     _parts = 0  # that have been left, and still wait for backward
@@ -117,11 +118,10 @@ class Run(Follower):
         want none), or something is written that is held, nothing is recorded."""
         self._begin_at(len(holders))
         self._holders = holders
-        if self._depth != _RESTING:
-            self._awake, self._depth = self._depth, _RESTING
+        self._depth = _RESTING
 
     def _wakes_up(self, func: Any, args: Any, kwargs: Any) -> bool:
-        if self._depth != _RESTING or self._here["depth"] != self._awake:
+        if self._depth != _RESTING or self._here["depth"] != self.store.depth:
             return False
         info = info_of(func)
         if info.is_passed:
@@ -129,7 +129,7 @@ class Run(Follower):
         written = info.targets_of(args, kwargs)
         if not (torch.is_grad_enabled() or self.store.pieces.hear_of(info, written)):
             return False
-        self._depth = self._awake
+        self._depth = self.store.depth
         if any(holder() is not None for holder in self._holders):
             self._parts += 1
             if self._parts > 1:  # one may be that of a second loss
@@ -151,10 +151,6 @@ class Run(Follower):
             self._event(BROUGHT_BACK, (slot,), (tensor,))
 
     # ---- what autograd saves
-
-    def announce(self, tensor: Tensor) -> None:
-        """A region inside is about to take this as an input."""
-        self.announced = tensor
 
     def save(self, tensor: Tensor) -> Slot:
         """What a holder needs to bring `tensor` back."""

@@ -58,7 +58,7 @@ class Store:
         self.hooks = hooks  # or a mover: who takes inputs
         self.preserve_rng_state = preserve_rng_state
         self.task = _torch.graph_task_id()  # of the rerun that this is part of, if of one
-        self._depth = thread.depth
+        self.depth = thread.depth
         # What to do when the last operator has returned, which has still to count versions up.
         self.later: list[Callable[[], Any]] = []
 
@@ -131,7 +131,7 @@ class Store:
     def _is_apart(self) -> bool:
         """Whether a backward inside the block runs, which a rerun of the enclosing region may meet
         at another time."""
-        return (thread.depth, _torch.graph_task_id()) != (self._depth, self.task)
+        return (thread.depth, _torch.graph_task_id()) != (self.depth, self.task)
 
     def refer(self, asked: Hold, parameter: Tensor) -> None:
         """Hold a parameter by itself."""
