@@ -7,7 +7,7 @@ holder runs the window of its group.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, islice
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -106,6 +106,7 @@ class Replay(Frame):
     _counted = _saved = peak = 0
     _trained: Set[Tensor] = frozenset()
     _cuts: tuple[int, ...] = ()  # there, and where the pieces ended: operators before these
+    _order: dict[ref[Moved], int] | None = None  # in which backward wants them
 
     def __init__(self, run: Run, *about: Any) -> None:
         super().__init__(*about)
@@ -370,12 +371,17 @@ class Replay(Frame):
 
     def _prefetch(self, stock: Stock) -> None:
         """Start to bring back the next tensors: backward opens first the one saved last."""
-        here, first = stock.moved(), stock.first_holder + min(stock.group.slots)
-        earlier = (weak() for weak in reversed(self.holders[:first]))
-        stocks = groupby(self._stock_of(holder) for holder in earlier if holder is not None)
-        coming = (moved for one, _ in stocks for moved in one.moved() if moved not in here)
-        for moved in islice(coming, _AHEAD):
-            moved.prefetch()
+        if self._order is None:
+            holders = [h for weak in reversed(self.holders) if (h := weak()) is not None]
+            stocks = dict.fromkeys(map(self._stock_of, holders))
+            found = dict.fromkeys([ref(moved) for one in stocks for moved in one.moved()])
+            self._order = {weak: rank for rank, weak in enumerate(found)}
+        ranks = [self._order.get(ref(moved), -1) for moved in stock.moved()]
+        last = max(ranks, default=len(self._order))
+        after = islice(self._order, last + 1, None)
+        coming = (later for weak in after if (later := weak()) is not None)
+        for later in islice(coming, _AHEAD):
+            later.prefetch()
 
     # ---- for messages and reports
 
