@@ -82,7 +82,7 @@ class Position:
     def _add(self, step: Step) -> None:
         """A new step has run, and its results are in their cells."""
         self._recorder_here().has_run(step)
-        self.program.add(step)
+        self.program.add(self.step, step)
         if self.plan is not None:
             self.use_plan(None)
 
@@ -129,7 +129,7 @@ class Position:
             self.own_program()
             if self.step is not step:
                 return self.step
-            known = self.program.add(fewer_saves(step, self.saved))
+            known = self.program.add(step, fewer_saves(step, self.saved))
         self._go_to(known)
         return known
 
