@@ -219,11 +219,6 @@ def event_after(step: Step, event: str, args: tuple[Any, ...]) -> Step:
     return Step(step.index + 1, None, (event,), event=event, effect=True, args=args)
 
 
-def fewer_saves(step: Step, count: int) -> Step:
-    """The event that autograd saves only so many tensors after a step."""
-    return event_after(step, FEWER_SAVES, (count,))
-
-
 class Program:
     """The tree of one call site."""
 
@@ -315,6 +310,6 @@ def with_saves(
     """The steps from the root on, each with what autograd has saved after it; after the last one,
     so many tensors."""
     steps = [root, *path]
-    for step, after in pairwise([*steps, fewer_saves(steps[-1], last)]):
+    for step, after in pairwise([*steps, event_after(steps[-1], FEWER_SAVES, (last,))]):
         count = after.args[0] if after.event is FEWER_SAVES else None
         yield step, step.saves[:count]
