@@ -54,7 +54,7 @@ class Follower(TorchDispatchMode, Position, Region):
         Position.__init__(self, program, store)
         self.fake_mode = _torch.fake_mode()
         self._here = thread.__dict__
-        self._depth = thread.depth
+        self._depth = store.depth
         self._later = store.later
         self._sees_more()
 
@@ -226,7 +226,7 @@ class Follower(TorchDispatchMode, Position, Region):
 
     def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
         store, info = self.store, step.info
-        is_heard = self.around is not None or store.pieces is not None or info.is_uncounted
+        is_heard = self.around is not None or store.pieces or info.is_uncounted
         if is_heard or store.holds_on(step.writes):
             written = info.targets_of(args, kwargs)
             if step.effect:

@@ -46,7 +46,7 @@ class Memories:
     """The memories at one place of a path, and the tensors in its cells."""
 
     # The last step, and how many tensors autograd has saved after it.
-    at: tuple[Step | None, int] = None, 0
+    at: tuple[Step, int]
 
     def __init__(self, cells: Cells, steps: Iterable[tuple[Step, Sequence[Slot]]]) -> None:
         """`steps` are those of the path, each with what autograd has saved after it."""

@@ -76,19 +76,19 @@ class Ends:
         return self._sizes.all_saved + self._sizes.saved
 
 
-class Pieces:
-    """What the pieces of a run hold that have ended."""
+class Pieces(defaultdict[int | None, WeakKeyDictionary[Held, Hold]]):
+    """What the pieces of a run hold that have ended: by storage, what is held, and how that was
+    asked for."""
 
     def __init__(self) -> None:
-        # By storage: what is held, and how that was asked for.
-        self._held: dict[int | None, WeakKeyDictionary[Held, Hold]] = defaultdict(WeakKeyDictionary)
+        super().__init__(WeakKeyDictionary)
 
     def leave(self, holds: Iterable[tuple[Hold, Held]]) -> None:
         """What a piece holds belongs to holders now, and may be written later. What FSDP2 has lent,
         it writes when it gathers that again."""
         for asked, held in holds:
             if type(held) is Aliased and not asked.is_lent:
-                self._held[_torch.storage_of(held.packed)][held] = asked
+                self[_torch.storage_of(held.packed)][held] = asked
 
     def hear_of(self, info: Info, targets: Sequence[Tensor]) -> bool:
         """Whether an operator that nobody records writes where something is held. What is held of
@@ -96,7 +96,7 @@ class Pieces:
         gathers them, writes to other tensors.)"""
         storages = {*map(_torch.storage_of, targets)}
         if not all(map(_torch.is_whole_parameter, targets)):
-            return any(self._held[storage] for storage in self._held.keys() & storages)
+            return any(self[storage] for storage in self.keys() & storages)
         self._copy(storages, lambda held, _: would_change(info, held))
         return False
 
@@ -106,12 +106,12 @@ class Pieces:
 
     def before_unseen_write(self, step: Step) -> None:
         """Anything may be written."""
-        self._copy({*self._held}, partial(must_copy, step))
+        self._copy({*self}, partial(must_copy, step))
 
     def _copy(self, storages: Set[int | None], is_changed: Callable[[Held, Hold], bool]) -> None:
         """Copy what is about to be changed there. It is in memory of its own then."""
-        for storage in self._held.keys() & storages:
-            there = self._held[storage]
+        for storage in self.keys() & storages:
+            there = self[storage]
             for held, asked in [*there.items()]:
                 if is_changed(held, asked):
                     held.freeze()

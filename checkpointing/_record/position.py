@@ -16,7 +16,7 @@ from .program import (
     WRITTEN_UNSEEN,
     Program,
     Step,
-    fewer_saves,
+    event_after,
     with_saves,
 )
 from .recorder import Recorder
@@ -68,7 +68,8 @@ class Position:
         if not self.program.is_written_by(self):
             self.program, self.is_alone = Program(), True
             self.program.is_written_by(self)
-            self._go_to(fewer_saves(self.step, self.saved))  # which the step before does not know
+            # The step before does not know this one.
+            self._go_to(event_after(self.step, FEWER_SAVES, (self.saved,)))
 
     # ---- what is new
 
@@ -82,7 +83,7 @@ class Position:
     def _add(self, step: Step) -> None:
         """A new step has run, and its results are in their cells."""
         self._recorder_here().has_run(step)
-        self.program.add(step)
+        self.program.add(self.step, step)
         if self.plan is not None:
             self.use_plan(None)
 
@@ -129,7 +130,7 @@ class Position:
             self.own_program()
             if self.step is not step:
                 return self.step
-            known = self.program.add(fewer_saves(step, self.saved))
+            known = self.program.add(step, event_after(step, FEWER_SAVES, (self.saved,)))
         self._go_to(known)
         return known
 

@@ -138,13 +138,12 @@ class Step:
     """One operator call, or an event between two of them (`keep`, `opaque`), at one place of a
     program."""
 
-    parent: Step | None
+    index: int  # on its path; that of the root is -1
     func: Any
     # What another call must have, too: operator, grad mode, number of arguments, keywords.
     call: Any = None
     info: Info = NO_OPERATOR
     run: Any = None
-    index: int = -1
     args: tuple[Any, ...] = ()  # templates as a run meets them; keywords last
     # Templates, as a replay passes them: by place or name.
     inputs: dict[Any, Any] = field(default_factory=dict)
@@ -188,10 +187,6 @@ class Step:
     note: Any = (None, None)  # where the user's code called it, if somebody wants to know
     plan: Any = None
 
-    def __post_init__(self) -> None:
-        if self.parent is not None:
-            self.index = self.parent.index + 1
-
     @property
     def is_counted(self) -> bool:
         """Whether it computes something, and can be replayed."""
@@ -219,9 +214,9 @@ class Step:
         )
 
 
-def fewer_saves(parent: Step, count: int) -> Step:
-    """The event that autograd saves only so many tensors after a step."""
-    return Step(parent, None, (FEWER_SAVES,), event=FEWER_SAVES, effect=True, args=(count,))
+def event_after(step: Step, event: str, args: tuple[Any, ...]) -> Step:
+    """A step for what has happened between this one and the next."""
+    return Step(step.index + 1, None, (event,), event=event, effect=True, args=args)
 
 
 class Program:
@@ -236,7 +231,7 @@ class Program:
 
     def forget(self) -> None:
         """Leave the tree to the runs that are in it. The next run records a new one."""
-        self.root = Step(None, None)
+        self.root = Step(-1, None)
         self.size = 0
         self._last: Any = None  # the plan of the last run
         self.largest = 0  # bytes that autograd saved in the run after which it was recorded anew
@@ -262,11 +257,10 @@ class Program:
         a discriminator and a generator may take turns."""
         return self._last and (self._last.following or self._last)
 
-    def add(self, step: Step) -> Step:
-        """A step that came after its parent for the first time. A tree that has too many steps
+    def add(self, parent: Step, step: Step) -> Step:
+        """A step that came after this one for the first time. A tree that has too many steps
         besides those of the present path is left to the runs that are in it, and recorded anew."""
-        assert step.parent is not None
-        step.parent.next = (*step.parent.next, step)
+        parent.next = (*parent.next, step)
         self.size += 1
         if self.size > MOST_STEPS + step.index:
             self.forget()
@@ -316,6 +310,6 @@ def with_saves(
     """The steps from the root on, each with what autograd has saved after it; after the last one,
     so many tensors."""
     steps = [root, *path]
-    for step, after in pairwise([*steps, fewer_saves(steps[-1], last)]):
+    for step, after in pairwise([*steps, event_after(steps[-1], FEWER_SAVES, (last,))]):
         count = after.args[0] if after.event is FEWER_SAVES else None
         yield step, step.saves[:count]

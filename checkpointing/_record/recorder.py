@@ -50,6 +50,7 @@ from .program import (
     Parts,
     Slot,
     Step,
+    event_after,
 )
 from .store import Store
 
@@ -131,7 +132,7 @@ class Recorder(Memories):
         func, grad_mode, *_ = call
         is_gathering = func is _torch.COPY and _torch.is_called_from(_torch.FSDP_GATHERS)
         info = GATHERING_COPY if is_gathering else info_of(func)
-        self._step = step = Step(self.at[0], func, call, info, grad_mode=grad_mode)
+        self._step = step = Step(self.at[0].index + 1, func, call, info, grad_mode=grad_mode)
         step.cells_before = len(self.memory_of)
         # All floats are the same as any that is equal: neither nan, nor a zero with its sign.
         is_usual = all(abs(arg) > 0 for arg in given.values() if type(arg) is float)
@@ -309,12 +310,12 @@ class Recorder(Memories):
             self.find_gone(step)
         if info.sizes_depend_on_data:
             step.line = entered_from(sys._getframe(1))
-        is_noted = any((step.updates, step.draws, step.fills_part, step.line, step.decides))
-        step.is_special = any((step.is_prepared, is_noted, step.effect))
+        does_more = step.updates, step.draws, step.fills_part, step.line, step.decides
+        step.is_special = any((step.is_prepared, step.effect, *does_more))
 
     def event(self, event: str, args: tuple[Any, ...]) -> Step:
         """What has happened that is no operator: `keep`, `opaque`, a write that nobody saw."""
-        self._step = step = Step(self.at[0], None, (event,), event=event, effect=True, args=args)
+        self._step = step = event_after(self.at[0], event, args)
         if event is BROUGHT_BACK:
             (slot,) = args
             step.reads = (slot.value,)
@@ -335,7 +336,7 @@ class Recorder(Memories):
 
     def slot(self, tensor: Tensor, is_read: bool) -> Slot:
         """What autograd saves now; `is_read`: for a region inside."""
-        self._step = step = Step(None, _INSIDE if is_read else None)
+        self._step = step = Step(-1, _INSIDE if is_read else None)
         template = self._name(tensor)
         cell = template.cell
         memory = self.memory_of[cell]

@@ -13,7 +13,7 @@ from .. import _torch
 from .._engine import Mover, read_switches, thread
 from .follow import Follower
 from .ops import Info, info_of
-from .pieces import Ends, Pieces
+from .pieces import Ends
 from .program import BROUGHT_BACK, UNSEEN, Known, Program, Slot
 from .store import Store
 
@@ -24,7 +24,8 @@ class Run(Follower):
     """One execution of a block."""
 
     ends: Ends | None = None  # of its pieces, if the block is taken in pieces
-    announced: Tensor | None = None  # what is saved next is an alias of it
+    # What is saved next is an alias of this, which a region inside is about to take as an input.
+    announced: Tensor | None = None
     _keeper: Mover | None = None  # takes what `keep` is given
     _saver: Mover | None = None  # takes all that autograd saves, which is then kept
     _parts = 0  # that have been left, and still wait for backward
@@ -59,7 +60,8 @@ class Run(Follower):
     def end(self) -> None:
         """The block has ended, and holders have what they need."""
         self.store.release()
-        self.path, self.store.pieces, self.ends = [], None, None
+        self.store.pieces.clear()
+        self.path, self.ends = [], None
         del self.known, self.cells  # they know what has been held
         self.is_over = True
 
@@ -86,7 +88,6 @@ class Run(Follower):
     def _begin_at(self, holder: int) -> None:
         """From here on the block is like another run, whose first holder is this one."""
         store = self.store
-        store.pieces = store.pieces or Pieces()
         store.pieces.leave(store.holds())
         if self.ends is not None:
             self.ends.begin()
@@ -118,16 +119,18 @@ class Run(Follower):
         want none), or something is written that is held, nothing is recorded."""
         self._begin_at(len(holders))
         self._holders = holders
-        if self._depth != _RESTING:
-            self._awake, self._depth = self._depth, _RESTING
+        self._depth = _RESTING
 
     def _wakes_up(self, func: Any, args: Any, kwargs: Any) -> bool:
-        if self._depth != _RESTING or self._here["depth"] != self._awake:
+        if self._depth != _RESTING or self._here["depth"] != self.store.depth:
             return False
         info = info_of(func)
-        if info.is_passed or not (torch.is_grad_enabled() or self._hears_of(info, args, kwargs)):
+        if info.is_passed:
             return False
-        self._depth = self._awake
+        written = info.targets_of(args, kwargs)
+        if not (torch.is_grad_enabled() or self.store.pieces.hear_of(info, written)):
+            return False
+        self._depth = self.store.depth
         if any(holder() is not None for holder in self._holders):
             self._parts += 1
             if self._parts > 1:  # one may be that of a second loss
@@ -137,11 +140,6 @@ class Run(Follower):
             self._holders.clear()
             self.store.first_holder = 0
         return True
-
-    def _hears_of(self, info: Info, args: Any, kwargs: Any) -> bool:
-        """Whether an operator writes where something is held for backward."""
-        pieces, written = self.store.pieces, info.targets_of(args, kwargs)
-        return pieces is not None and pieces.hear_of(info, written)
 
     def adopt(self, tensor: Tensor, slot: Slot) -> None:
         """While the block still runs, a backward inside it has brought a value back in other
@@ -154,10 +152,6 @@ class Run(Follower):
             self._event(BROUGHT_BACK, (slot,), (tensor,))
 
     # ---- what autograd saves
-
-    def announce(self, tensor: Tensor) -> None:
-        """A region inside is about to take this as an input."""
-        self.announced = tensor
 
     def save(self, tensor: Tensor) -> Slot:
         """What a holder needs to bring `tensor` back."""

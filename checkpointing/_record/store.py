@@ -51,14 +51,14 @@ class Store:
     first_holder = 0  # of the block's, which the run has made
     placement: Placement | None = None  # what `auto()` is asked for
     is_checked = False  # whether values are compared when they come back
-    pieces: Pieces | None = None  # of a block whose paths never come again
 
     def __init__(self, hooks: Any, preserve_rng_state: bool | str) -> None:
         self.movers: dict[Destination, Mover] = {}
+        self.pieces = Pieces()
         self.hooks = hooks  # or a mover: who takes inputs
         self.preserve_rng_state = preserve_rng_state
         self.task = _torch.graph_task_id()  # of the rerun that this is part of, if of one
-        self._depth = thread.depth
+        self.depth = thread.depth
         # What to do when the last operator has returned, which has still to count versions up.
         self.later: list[Callable[[], Any]] = []
 
@@ -131,7 +131,7 @@ class Store:
     def _is_apart(self) -> bool:
         """Whether a backward inside the block runs, which a rerun of the enclosing region may meet
         at another time."""
-        return (thread.depth, _torch.graph_task_id()) != (self._depth, self.task)
+        return (thread.depth, _torch.graph_task_id()) != (self.depth, self.task)
 
     def refer(self, asked: Hold, parameter: Tensor) -> None:
         """Hold a parameter by itself."""
@@ -195,7 +195,7 @@ class Store:
 
     def before_write(self, step: Step, targets: list[Tensor]) -> None:
         """Copy what is held where a step writes."""
-        if self.pieces is not None and (step.effect or step.updates):
+        if self.pieces and (step.effect or step.updates):
             self.pieces.before_write(step, targets)
         for memory in step.writes:
             for asked in self._on.pop(memory, ()):
@@ -219,8 +219,7 @@ class Store:
         for asked, held in self.holds():
             if not (asked.is_parameter or held.is_stale):
                 self._freeze(asked, held)
-        if self.pieces is not None:
-            self.pieces.before_unseen_write(step)
+        self.pieces.before_unseen_write(step)
         for there in self._on.values():
             there[:] = [asked for asked in there if asked.is_parameter]
 

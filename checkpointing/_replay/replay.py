@@ -32,7 +32,7 @@ from .._engine import (
     warn,
 )
 from .._plan import Group, Plan, attach, plan_of
-from .._record import Ends, Path, Pieces, Run, Value, size_pieces
+from .._record import Ends, Path, Run, Value, size_pieces
 from .execution import Execution, Work
 
 _MUCH, _NEARLY_ALL = 1 << 26, 0.9  # bytes that a block saves, and the part that backward needs
@@ -141,7 +141,7 @@ class Replay(Frame):
 
         def pack(part: Tensor) -> Holder:
             if announced is not None:
-                run.announce(part)
+                run.announced = part
             return self.pack(part)
 
         return Wrapped(tensor if announced is None else announced, pack)
@@ -150,10 +150,10 @@ class Replay(Frame):
         """Where the paths of a site do not come again, the block is several, one after the other,
         each with a window of its own."""
         run, history = self.run, self.run.program.history
-        self.may_have_pieces = not history.in_pieces
+        self.may_have_pieces = True
         if history.in_pieces:
             run.ends = Ends(self._end_piece, history)
-            run.store.placement, run.store.pieces = None, Pieces()
+            run.store.placement = None
             run.holds_planned = False
             run.program.is_advised = True
 
@@ -245,7 +245,7 @@ class Replay(Frame):
     # ---- as a frame
 
     def announce(self, role: object, tensor: Tensor) -> None:
-        self.run.announce(tensor)
+        self.run.announced = tensor
 
     def at_hand(self, holder: Holder) -> Tensor | None:
         """What needs no window: a value that is held by itself, or a subclass put together from
