@@ -180,7 +180,7 @@ def _scratch_of_convolution(result: Tensor, *args: Any) -> Any:
 
 def _widest(image: Tensor) -> int:
     """The widest kernel for which oneDNN has code of its own."""
-    return min(_WIDEST, *image.shape[2:])
+    return int(min(_WIDEST, *image.shape[2:]))
 
 
 def _has_channels_last(image: Tensor) -> bool:
