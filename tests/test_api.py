@@ -481,6 +481,7 @@ def test_a_module_instance_stays_a_module_of_its_model():
 
     for names in (nn.Module.named_modules, nn.Module.named_parameters, nn.Module.named_buffers):
         assert dict(names(model)).keys() == dict(names(plain)).keys()
+    assert "1" not in dict(nn.Sequential(model[2], model[2]).named_modules())  # it is the first
     assert model.state_dict().keys() == plain.state_dict().keys()
     with torch.no_grad():
         for parameter in plain.parameters():

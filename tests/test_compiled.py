@@ -342,6 +342,11 @@ def test_compiled_as_torchs(name):
     assert have == want == ([2, 4] if name == "kept" else [2, 6])
 
 
+class Product(nn.Module):
+    def forward(self, x, y):
+        return fn(x, y)
+
+
 class Thing:
     @ours.checkpoint(use_reentrant=False)
     def run(self, x, y):
@@ -362,6 +367,7 @@ FORMS = {  # with the number of products in backward
     ),
     "own": (lambda: checkpointed(fn), 6),
     "own inside": (lambda: lambda x, y: checkpointed(fn)(x, y), 6),
+    "own instance": (lambda: checkpointed(Product()), 6),
     "own legacy": (lambda: checkpointed(fn, backend="reentrant"), 6),
     "switched off": (lambda: checkpointed(fn, enabled=False), 4),
 }

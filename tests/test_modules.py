@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 
-from checkpointing import CheckpointError, auto, checkpoint_modules, checkpointed
+from checkpointing import CheckpointError, auto, checkpoint_modules, checkpointed, forward_only
 from checkpointing.torch_compat import checkpoint
 
 
@@ -328,6 +328,11 @@ ERRORS = {
     "a handle before": (with_handle, Block, IN_REGION),
     "a forward decorated before": (with_decorated_forwards, "layers.1", IN_REGION),
     "a hook over a region": (lambda: hooked(with_handle()), Block, IN_REGION),
+    "a decorated instance": (
+        lambda: nn.Sequential(checkpointed(Block())),
+        "*",
+        r"ValueError: .*0 \(CheckpointedModule\) runs in a region already",
+    ),
     "a decorated class": (lambda: Model(Decorated), Block, r".*layers\.0 \(Decorated\) runs in"),
     "a scripted module": (lambda: torch.jit.script(nn.Sequential(nn.ReLU())), "*", NO_FORWARD),
     "a static forward": (lambda: nn.Sequential(Static()), "*", f"{NO_FORWARD} in Python"),
@@ -347,6 +352,13 @@ def test_errors_leave_the_model_as_it_was(case):
         checkpoint_modules(model, select, **(options[0] if options else {}))
     assert re.match(message, f"{caught.typename}: {caught.value}")
     assert before is None or state(model) == before
+
+
+def test_a_function_that_runs_in_the_forward_only_is_no_region():
+    """In the place of a forward: a module with it can be taken."""
+    model = nn.Sequential(nn.Identity(), forward_only(nn.Identity()))
+    model[0].forward = forward_only(functools.partial(torch.mul, other=2))
+    assert checkpoint_modules(model, "*").names == ("0", "1", "1")
 
 
 def test_forwards_that_somebody_else_has_replaced():

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial, wraps
 from inspect import Parameter, Signature
-from operator import attrgetter
 from textwrap import shorten
 from types import MethodType
 from typing import Any, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, overload
@@ -364,17 +363,15 @@ def wrap(entry: str, fn: Any, run: Any, name: str = "") -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return run(fn, args, kwargs, name)
 
-    wrapper.enters_region = run is not _once  # type: ignore[attr-defined]
+    wrapper._enters_region = run is not _once  # type: ignore[attr-defined]
     return wrapper
 
 
 class CheckpointedObject:
     """A callable object, run in regions. It is copied and pickled with that object."""
 
-    enters_region = True
-
     def __init__(self, fn: Any, run: Any) -> None:
-        self.__wrapped__, self._run = fn, run
+        self.__wrapped__, self._run, self._enters_region = fn, run, run is not _once
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fn = self.__wrapped__
@@ -384,14 +381,13 @@ class CheckpointedObject:
 class CheckpointedModule(nn.Module):
     """A module, run in regions. Names, states and attributes are those of the module itself."""
 
-    enters_region = True
     forward = CheckpointedObject.__call__
-    state_dict = property(attrgetter("__wrapped__.state_dict"))
 
     def __init__(self, fn: Any, run: Any) -> None:
         super().__init__()
         # The name that torch's distributed checkpoints leave out.
         self._checkpoint_wrapped_module, self._run = fn, run
+        self._enters_region = run is not _once
         del self.training
 
     @property
@@ -416,8 +412,15 @@ class CheckpointedModule(nn.Module):
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        yield prefix, self  # FSDP2 looks here for the modules that it has sharded
-        yield from self.__wrapped__.named_modules(memo, prefix, remove_duplicate)
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self  # FSDP2 looks here for the modules that it has sharded
+            yield from self.__wrapped__.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *about: Any) -> None:
         inside = prefix + "_checkpoint_wrapped_module."

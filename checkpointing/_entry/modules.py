@@ -83,7 +83,7 @@ def checkpoint_modules(
         raise ValueError(_nothing_picked(model, select))
     for module, name in picked.items():
         described = f"{name or 'the model itself'} ({type(module).__qualname__})"
-        if _is_region(inspect.unwrap(module.forward, stop=_is_region)):
+        if _is_region(module) or _is_region(inspect.unwrap(module.forward, stop=_is_region)):
             raise ValueError(
                 f"checkpoint_modules: {described} runs in a region already. Call remove() on the "
                 "handle of the earlier call, remove `checkpointed` from its class or its forward, "
@@ -97,8 +97,8 @@ def checkpoint_modules(
     return CheckpointedModules(picked, options_of("checkpoint_modules", options))
 
 
-def _is_region(function: Any) -> bool:
-    return getattr(function, "enters_region", False)
+def _is_region(callee: Any) -> bool:
+    return getattr(callee, "_enters_region", False)
 
 
 def _picks(select: Any, name: str, module: nn.Module) -> Any:
@@ -152,7 +152,7 @@ class CheckpointedModules:
         for module, forward in self._forwards.items():
             # A wrapper may still call it.
             forward.options = forward.options._replace(enabled=False)
-            forward.enters_region = False
+            forward._enters_region = False
             if module.__dict__.get("forward") is forward:
                 del module.forward
                 if forward.own is not None:
@@ -175,6 +175,8 @@ class CheckpointedModules:
 
 class _Forward(CheckpointedObject):
     """The `forward` of one module, in regions."""
+
+    _enters_region = True
 
     def __init__(self, module: nn.Module, name: str, options: Options) -> None:
         self._module = ref(module)
