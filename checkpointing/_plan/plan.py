@@ -127,7 +127,7 @@ def _planned(model: Model, asked: Placement, others: int, parts: int) -> Plan:
     stretch = Stretch(model, model.held)
     if not stretch.saved:
         plan = Plan(model.path)
-        plan.peak = max(model.live)
+        plan.peak = max(*model.live, *model.backward)
         return plan
     if budget is None:
         most = None if peak is None else max(0, peak - others)

@@ -91,12 +91,10 @@ _DERIVATIVES = {
     "var": 1,
 }
 _HANDED_ON = ("add", "sub")  # their gradient is the one that they got
-# What is summed up for the gradient of a smaller factor or divisor, in sizes of the result.
-_BROADCASTING = {"div": 3, "mul": 1}
+# What these make on the way for the gradient of their second argument, in sizes of the result.
+_PRODUCTS = {"div": 2, "mul": 0}
 # Views that show less than their base, or more.
 _TAKING = ("expand", "select", "slice")
-# Their gradient has the shape of what they read, also where that is expanded.
-_PICKING = ("gather", "index", "index_select")
 # Copies that the forward of a loss makes of the largest tensor that it reads.
 LOSSES = {
     "binary_cross_entropy_with_logits": 2,
@@ -116,29 +114,25 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
     if func is _LSTM:  # weights in another layout, and gradients of the gates
         return int(2 * (args[1].nbytes + args[2].nbytes) + 4 * result[0].nbytes)
     name = _name_of(func)
-    if name in _TAKING + _PICKING:
-        return _scratch_of_part(name, args[0], result)
-    read = [_size(a) for a in args if isinstance(a, Tensor) and a.requires_grad]
-    if name in _BROADCASTING:
-        made = memory_size(result)
-        expanded = sum([size < made for size in read])
-        return made * (_BROADCASTING[name] + expanded - 1) if expanded else 0
-    return int(_DERIVATIVES.get(name, 0) * sum(read))
+    if name in _TAKING:
+        return _size(result) if _shows_another_part(args[0], result) else 0
+    read = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    if name in _PRODUCTS:
+        # The gradient of a smaller argument is a sum over what it was multiplied with.
+        smaller = [tensor for tensor in read if tensor.numel() < result.numel()]
+        second = [tensor for tensor in read if tensor is args[1]]
+        return _size(result) * (len(smaller) + _PRODUCTS[name] * len(second))
+    return int(_DERIVATIVES.get(name, 0) * sum(map(_size, read)))
 
 
 def _size(tensor: Tensor) -> int:
-    """The bytes of a tensor. An expanded one has fewer than its shape says."""
-    return min(memory_size(tensor), int(tensor.nbytes)) if is_strided(tensor) else 0
+    """The bytes of a gradient of a tensor."""
+    return int(tensor.nbytes) if is_strided(tensor) else 0
 
 
-def _scratch_of_part(name: str, whole: Tensor, part: Tensor) -> int:
-    """The gradient of a view that is not handed on; or that of what an index picks from, as far as
-    this is expanded."""
-    if not (whole.requires_grad and is_strided(whole)):
-        return 0
-    if name in _PICKING:
-        return int(whole.nbytes) - _size(whole)
-    return 0 if name == "expand" and part.shape == whole.shape else int(part.nbytes)
+def _shows_another_part(base: Tensor, view: Tensor) -> bool:
+    """Whether the gradient of a view is not handed on. (`expand` may leave the shape as it is.)"""
+    return base.requires_grad and base.shape != view.shape
 
 
 def scratch_in_place(func: Any, target: Tensor) -> int:
