@@ -1691,7 +1691,7 @@ WORKING |= {
     "clamp": lambda x: x.clamp(-1, 1),
     "cos": torch.cos,
     "div": lambda x: x.exp() / (x + 2),
-    "div, expanded": lambda x: x / x.norm(dim=2, keepdim=True).expand_as(x),
+    "div, expanded": lambda x: x.exp() / x.mean(2, keepdim=True).expand_as(x),
     "gather": lambda x: x.unsqueeze(1).expand(-1, 8, -1, -1).gather(3, PICKED),
     "log1p": torch.log1p,
     "logsumexp": lambda x: x.logsumexp(-1),
