@@ -92,6 +92,7 @@ class Gradients:
         return parts if whole in self._sizes else (), whole
 
     def _take_apart(self, step: Step) -> None:
+        """Views of parts make one gradient of the whole."""
         parts, whole = self._parts(step)
         used = [self._there.pop(part) for part in parts if part in self._there]
         if used:
@@ -99,6 +100,7 @@ class Gradients:
         self._drop(used, step.index)
 
     def _operate(self, step: Step) -> None:
+        """An operator uses up the gradients of its results, and makes those of what it has read."""
         used = [*self._of_results(step)]
         written = {*step.writes, *[self._path.extent[cell] for cell in step.targets]}
         got = [*used, *[self._there[each] for each in written if each in self._there]]
