@@ -84,6 +84,7 @@ asks_for_the_device = times(lambda: len(str(torch.empty(1).device)))
 device = setting(lambda: None, torch.set_default_device)
 dtype = setting(torch.get_default_dtype, torch.set_default_dtype)
 deterministic = setting(lambda: False, torch.use_deterministic_algorithms)
+warnings_alone = setting(lambda: 0, torch.set_deterministic_debug_mode)
 precision = setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
 variable = setting(VARIABLE.get, VARIABLE.set)
 
@@ -102,6 +103,10 @@ STATES = {
     "deterministic": (
         deterministic(True),
         times(lambda: 1 + torch.are_deterministic_algorithms_enabled()),
+    ),
+    "warnings of what is not deterministic": (
+        warnings_alone(1),
+        times(lambda: 1 + torch.get_deterministic_debug_mode()),
     ),
     "precision": (precision("medium"), times(lambda: len(torch.get_float32_matmul_precision()))),
     "kernels": (

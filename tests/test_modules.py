@@ -354,6 +354,28 @@ def test_errors_leave_the_model_as_it_was(case):
     assert before is None or state(model) == before
 
 
+class Forwarding(nn.Module):
+    """As wrappers of peft do, it has the attributes of the module inside."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_a_wrapper_around_a_region_is_no_region():
+    model = nn.Sequential(Forwarding(checkpointed(Block())))
+    assert checkpoint_modules(model, Forwarding).names == ("0",)
+
+
 def test_a_function_that_runs_in_the_forward_only_is_no_region():
     """In the place of a forward: a module with it can be taken."""
     model = nn.Sequential(nn.Identity(), forward_only(nn.Identity()))

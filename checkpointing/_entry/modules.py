@@ -83,7 +83,9 @@ def checkpoint_modules(
         raise ValueError(_nothing_picked(model, select))
     for module, name in picked.items():
         described = f"{name or 'the model itself'} ({type(module).__qualname__})"
-        if _is_region(module) or _is_region(inspect.unwrap(module.forward, stop=_is_region)):
+        # (Not `getattr`: a wrapper may forward names to the module inside.)
+        is_wrapped = vars(module).get("_enters_region", False)
+        if is_wrapped or _is_region(inspect.unwrap(module.forward, stop=_is_region)):
             raise ValueError(
                 f"checkpoint_modules: {described} runs in a region already. Call remove() on the "
                 "handle of the earlier call, remove `checkpointed` from its class or its forward, "
