@@ -24,7 +24,15 @@ from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self, Unpack
 
 from .. import errors
-from .api import CheckpointedObject, Given, Options, options_of, refuse_generators, run
+from .api import (
+    CheckpointedModule,
+    CheckpointedObject,
+    Given,
+    Options,
+    options_of,
+    refuse_generators,
+    run,
+)
 
 Select = Union[type, str, Callable[[str, nn.Module], bool], Sequence["Select"]]  # noqa: UP007
 
@@ -83,8 +91,7 @@ def checkpoint_modules(
         raise ValueError(_nothing_picked(model, select))
     for module, name in picked.items():
         described = f"{name or 'the model itself'} ({type(module).__qualname__})"
-        # (Not `getattr`: a wrapper may forward names to the module inside.)
-        is_wrapped = vars(module).get("_enters_region", False)
+        is_wrapped = isinstance(module, CheckpointedModule) and _is_region(module)
         if is_wrapped or _is_region(inspect.unwrap(module.forward, stop=_is_region)):
             raise ValueError(
                 f"checkpoint_modules: {described} runs in a region already. Call remove() on the "

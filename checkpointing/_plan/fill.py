@@ -4,7 +4,7 @@ Invariant: the simulated peak is at least what the block needs, kernels aside, a
 forward and backward. In the forward, that is what lives there, and what is kept and would have died
 before. In backward, beside what it works with, each of these is there:
 
-- what is kept, from the end on down to where the last of what its windows make is used, or as far
+- what is kept, from the end down to where the last value is used that its windows make, or as far
   down as the graph is retained;
 - what the window of a segment delivers, from the end of the segment down to where it was saved.
 """
@@ -147,7 +147,7 @@ class Filling:
         return [each for start, end in segments for each in self._go_down(start, end)]
 
     def _go_down(self, start: int, end: int) -> Crosses:
-        """Go through a segment, last step first."""
+        """Go through a segment, last step first. Returns what crosses there."""
         stretch = self.stretch
         crosses: Crosses = []
         # Memories that are not kept, whose makers are still to come, and where they are needed.
@@ -175,7 +175,7 @@ class Filling:
         return crosses
 
     def _run_again(self, index: int, reading: dict[int, int]) -> set[int]:
-        """A window runs this step. Returns which kept memories that reads."""
+        """A window runs this step. Returns the kept memories that it reads."""
         self.again.add(index)
         for number in self.model.made[index]:
             if self.memories[number].maker == index:
@@ -199,7 +199,7 @@ class Filling:
     def _fill_in_rounds(self) -> None:
         self.cut_and_drop()
         for _ in range(_ROUNDS):  # each may make room for the next, or cuts free
-            before, ends, peak = self.kept, self.ends, max(self.peaks)
+            before, ends, peak = {*self.kept}, self.ends, max(self.peaks)
             for is_careful in (False, True):
                 self._fill(is_careful)
                 if self.kept == before:
@@ -207,9 +207,12 @@ class Filling:
                 self.cut_and_drop()
                 if max(self.peaks) <= max(self.most, peak):
                     break
-                # A window may hold what it starts from for longer than its segment has saved that.
-                self.kept, self.ends = before, ends
+                # What a window starts from stays until all that it makes is used: perhaps for
+                # longer than if the window had made that, too.
+                self.kept, self.ends = {*before}, ends
                 self._simulate()
+            else:
+                return
 
     def _fill(self, is_careful: bool) -> None:
         """Take the steps whose results save most, as long as there is room for them. Of equal ones
@@ -240,7 +243,7 @@ class Filling:
         for index in sorted(worths, key=lambda index: (-worths[index], order * index)):
             if has_room(index):
                 nbytes, first = self.stretch.cost(results[index]), first_beside(index)
-                self.kept = self.kept | results[index]
+                self.kept |= results[index]
                 added += nbytes
                 self.peaks[first:] = [peak + nbytes for peak in self.peaks[first:]]
                 backward = _largest_from(self.peaks)

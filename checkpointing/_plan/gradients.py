@@ -45,28 +45,31 @@ class Gradients:
         gets gradients of `ends`."""
         self._path, self._parameters, self._ends, self._scale = path, parameters, ends, scale
         self.spans: list[Span] = []  # of what backward makes, but for parameters
-        self.known: set[int] = set()  # memories that have a gradient
+        self.memories: set[int] = set()  # that have a gradient
         # By memory of a parameter: the steps that read it, last first, and the bytes that the
         # backward of each has used up.
         self._uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._there: dict[int, Gradient] = {}  # by extent
         self._sizes = {**sizes}  # by extent
+        # By step that is a view of parts of a tensor: the parts, and that tensor.
+        self._parts: dict[int, tuple[Sequence[int], int]] = {}
         for step in path.steps:
-            self._measure(step)
+            if step.is_alias and step.reads:
+                self._find_parts(step)
         for step in reversed(path.steps):
-            if step.is_alias:
-                self._take_apart(step)
-            else:
+            if step.index in self._parts:
+                self._put_together(step)
+            elif not step.is_alias:
                 self._operate(step)
 
-    def of_parameters(self, waiting: Set[int], known: int) -> Iterator[Span]:
-        """The gradients of parameters. Those `waiting` have none yet; from the position `known` on,
-        they get one from another backward before this one."""
+    def of_parameters(self, waiting: Set[int], retained: int) -> Iterator[Span]:
+        """The gradients of parameters. Those `waiting` have none yet; from the position `retained`
+        on, they get one from another backward before this one."""
         for number, uses in self._uses.items():
             nbytes = self._parameters[number]
             (last, _), *others = uses
             if number in waiting:
-                yield 0, last if last < known else len(self._path.steps), nbytes
+                yield 0, last if last < retained else len(self._path.steps), nbytes
             elif others:  # the sum over all uses waits for the first one
                 yield uses[-1][0] + 1, last, nbytes
             for index, _ in uses:
@@ -75,25 +78,22 @@ class Gradients:
             for index, used in others:
                 yield index + 1, index + 1, max(0, nbytes - used)
 
-    def _measure(self, step: Step) -> None:
-        """Find the bytes of the parts that a view takes out of a tensor."""
-        parts, whole = self._parts(step)
-        for part in parts:
-            nbytes = self._sizes[whole] // len(parts)
-            self._sizes[part] = int(step.scratch * self._scale) if step.takes_part else nbytes
-
-    def _parts(self, step: Step) -> tuple[Sequence[int], int]:
-        """The parts that a view takes out of a tensor, if it does, and that tensor."""
+    def _find_parts(self, step: Step) -> None:
+        """Find the parts that a view takes out of a tensor, if it does, and their bytes."""
         extent = self._path.extent
-        if not (step.is_alias and step.reads):
-            return (), 0
         whole = extent[step.reads[0][0]]
-        parts = [extent[cell] for cell, _ in step.memories if extent[cell] == cell]
-        return parts if whole in self._sizes else (), whole
+        parts = [cell for cell, _ in step.memories if extent[cell] == cell]
+        if not parts or whole not in self._sizes:
+            return
+        self._parts[step.index] = parts, whole
+        nbytes = self._sizes[whole] // len(parts)
+        if step.takes_part:
+            nbytes = int(step.scratch * self._scale)
+        self._sizes.update(dict.fromkeys(parts, nbytes))
 
-    def _take_apart(self, step: Step) -> None:
-        """Views of parts make one gradient of the whole."""
-        parts, whole = self._parts(step)
+    def _put_together(self, step: Step) -> None:
+        """The gradients of parts become one of the whole."""
+        parts, whole = self._parts[step.index]
         used = [self._there.pop(part) for part in parts if part in self._there]
         if used:
             self._give(whole, Gradient(self._sizes[whole], step.index), step.index)
@@ -111,6 +111,7 @@ class Gradients:
         for number in followed & self._parameters.keys():
             self._uses[number].append((step.index, sum([gradient.nbytes for gradient in used])))
         read = [cell for cell, _ in step.reads if self._path.memory_of[cell] in followed]
+        # An operator that is never replayed has no reads: all of each memory counts.
         for extent in [self._path.extent[cell] for cell in read] or followed:
             if extent in self._sizes and extent not in written:
                 nbytes = self._sizes[extent]
@@ -127,7 +128,7 @@ class Gradients:
                 gradient = Gradient(self._sizes[number], step.index)
                 gradient.users = 1
             if gradient is not None:
-                self.known.add(number)
+                self.memories.add(number)
                 yield gradient
 
     def _followed(self, step: Step) -> Set[int]:

@@ -84,17 +84,14 @@ class Model:
         self.reads: list[tuple[int, ...]] = [()] * self.count
         self.work = [0.0] * self.count  # of each step, in floating-point operations
         self._sent: dict[int, int] = {}  # by memory: the last step that hands it to others
-        # By memory of a parameter that trains: its bytes.
-        held = {path.memory_of[cell]: run.store.parameter(cell) for cell in path.trained}
-        self._parameters = {number: p.nbytes for number, p in held.items() if p is not None}
         # By slot that the block has made: the position at which backward wants it, and the memory.
         self.saves: dict[int, tuple[int, int]] = {}
         self._saved: set[Value] = set()  # by the slots before
         for step in path.steps:
             self._add(step)
         alive = self._alive(run)
-        gradients = self._find_gradients(alive)
-        self.with_gradient = gradients.known
+        gradients = self._find_gradients(run, alive)
+        self.with_gradient = gradients.memories
         for number in range(len(path.slots)):
             self._add_slot(number)
         given = {path.memory_of[cell] for cell, _ in path.given}
@@ -114,9 +111,9 @@ class Model:
         spans = [(memory.maker + 1, self.count, memory.nbytes) for memory in fixed] + states
         spans += [(0, self.count, m.nbytes) for m in self.memories.values() if m.is_theirs]
         # From here on, gradients are made by another backward, before this one.
-        known = 0 if run.program.history.parts > 1 else self.retained  # such as micro-batches
+        another = 0 if run.program.history.parts > 1 else self.retained  # such as micro-batches
         missing = {path.memory_of[cell] for cell in waiting}
-        spans += [*gradients.spans, *gradients.of_parameters(missing, known)]
+        spans += [*gradients.spans, *gradients.of_parameters(missing, another)]
         # What the steps after it have made is there, too.
         self.backward = self.sums(spans)[1:]
         # Of this, what is still there at the position before, to which backward comes next.
@@ -133,15 +130,15 @@ class Model:
                 alive.add(number)
         return alive
 
-    def _find_gradients(self, alive: Set[int]) -> Gradients:
+    def _find_gradients(self, run: Run, alive: Set[int]) -> Gradients:
         """Backward gets gradients of what lives on, and of the last result."""
         integers = {number for step in self.steps for number in step.integers}
         followed = [self.made[step.index] for step in self.steps if step.differentiated]
         ends = ({*chain(*followed)} - integers).intersection({*alive}.union(*self.made[-1:]))
-        sizes = {number: memory.nbytes for number, memory in self.memories.items()}
-        for number in integers:
-            sizes.pop(number, None)
-        return Gradients(self.path, sizes, self._parameters, ends, self.scale)
+        sizes = {n: memory.nbytes for n, memory in self.memories.items() if n not in integers}
+        held = {self.path.memory_of[cell]: run.store.parameter(cell) for cell in self.path.trained}
+        parameters = {number: p.nbytes for number, p in held.items() if p is not None}
+        return Gradients(self.path, sizes, parameters, ends, self.scale)
 
     def _lives(self) -> Iterator[Span]:
         """From when to when each memory is there in the forward. When small ones die may depend on

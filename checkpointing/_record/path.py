@@ -41,7 +41,7 @@ class Path:
         # By cell: the part that it shows of what an operator has made and another one has split.
         # (A third one may split that again otherwise: its parts would overlap with these.)
         self.parts: dict[int, int] = {}
-        self.split_by: dict[int, int] = {}  # by memory that has parts: the step that made them
+        self._split_by: dict[int, int] = {}  # by memory that has parts: the step that made them
         # By cell: the first one that shows as much: that of its memory, or a view of a part.
         self.extent: dict[int, int] = {}
         # Cells of what steps have made, and of views of that without overlaps.
@@ -82,7 +82,7 @@ class Path:
                 elif (
                     splits
                     and self.extent[base] == memory
-                    and self.split_by.setdefault(memory, step.index) == step.index
+                    and self._split_by.setdefault(memory, step.index) == step.index
                 ):
                     self.parts[cell] = cell
         for memory in step.writes:
