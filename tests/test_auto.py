@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import math
+import random
 import re
 import warnings
 
@@ -1138,6 +1139,40 @@ def test_a_path_needs_little_more_after_another_one():
         peaks[before, depth] = memory_of(lambda: forward(depth)).peak  # noqa: B023
     for (before, depth), peak in peaks.items():
         assert peak <= 1.15 * peaks.get((depth, depth), peaks[9, 9]), (before, depth)
+
+
+def test_two_stacks_that_drop_layers_need_about_what_a_checkpoint_around_each_layer_needs():
+    """As with `layerdrop` of transformers. What is embedded stays alive as long as its stack runs,
+    so that least is alive at the end of the first stack."""
+    stacks = perceptrons(6), perceptrons(12)
+    inside = nn.Linear(64, 64)
+    oracle.with_gradients(nn.ModuleList([*stacks[0], *stacks[1], inside]).parameters())
+    by_torch = functools.partial(checkpoint, use_reentrant=False)
+
+    def stack(layers, x, draw, around):
+        embedded = inside(x)
+        x = embedded + 1
+        for layer in layers:
+            if draw.random() > 0.2:
+                x = x + around(layer, x)
+        return x
+
+    def model(n, around):
+        draw, x = random.Random(n), torch.randn(256, 64)
+        for layers in stacks:
+            x = stack(layers, x, draw, around)
+        return x.square().mean()
+
+    def run(n):
+        with checkpoint_scope(auto()):
+            return model(n, lambda layer, x: layer(x))
+
+    for n in range(8):
+        run(n).backward()
+    for n in range(8, 14):
+        ours = memory_of(lambda: run(n)).peak  # noqa: B023
+        theirs = memory_of(lambda: model(n, by_torch)).peak  # noqa: B023
+        assert ours <= 1.05 * theirs, n
 
 
 def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():

@@ -15,7 +15,7 @@ checkpoint around each layer; it is 1.0 to 1.2 times now.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -137,79 +137,75 @@ class Sizes:
     """How large the pieces of one run are."""
 
     saved = 0  # bytes, in the present piece
-    # Bytes saved in the largest piece and in all pieces, and alive at all ends.
-    largest = all_saved = ends = 0
+    all_saved = ends = 0  # bytes saved in the pieces before, and alive at their ends
+    _near = 0  # bytes saved in the largest piece that ended where little was alive
 
     def __init__(self, history: History) -> None:
         self._nbytes, self._most = history.nbytes, history.alive_at_first
         self._most_later = history.most_alive
-        self._far = history.nbytes * _LARGEST
 
     def suffice(self, alive: int) -> bool:
         """Whether the present piece may end, where so many bytes are alive. Where these are few,
-        pieces of this size and all ends need least together."""
+        pieces of this size and all ends need least together. A piece that is larger than others may
+        leave more alive."""
         enough = min(_ABOUT * math.sqrt(self._nbytes * alive), _MOST_ALIVE * alive)
-        if alive > self._most:
-            enough = max(enough, self._far)
+        largest = self._nbytes * _LARGEST
+        near = self._near or largest
+        if alive * near > self._most * max(near, self.saved):
+            enough = max(enough, min(largest, _FAR * near))
         return alive > 0 and self.saved >= max(2 * alive, enough, self._nbytes * _LEAST)
 
     def end(self, alive: int) -> None:
         """The present piece has ended."""
         self.ends += alive
         self.all_saved += self.saved
-        self.largest = max(self.largest, self.saved)
         if alive <= self._most:
-            self._far = min(self._nbytes * _LARGEST, _FAR * self.saved)
+            self._near = max(self._near, self.saved)
         self._most = self._most_later
         self.saved = 0
 
 
 def size_pieces(path: Path, history: History) -> None:
-    """Find what may be alive where a piece ends. In this path, which was run as a whole, pieces and
-    what is alive at their ends need least together then."""
+    """Find what may be alive where a piece ends: that with which this path, which was run as a
+    whole, needs least."""
     sizes: dict[Any, int] = dict([size for step in path.steps for size in step.sizes])
     saved = [0] * (len(path.steps) + 1)
     for slot, index in zip(path.slots, path.saved_after, strict=True):
         saved[index] += sizes.get(slot.memory, 0)
     history.nbytes = nbytes = sum(saved)
 
-    def ends(found: Sizes, most: float) -> Iterator[int]:
-        """Where the present piece may end, as long as it has not saved more than `most`: the bytes
-        that are alive of what it has made."""
-        there: dict[int, int] = {}  # by memory
+    def need(first: float, later: float) -> tuple[int, int]:
+        """What the pieces need, each beside what is alive at the ends before it, and the sum of
+        that, if so much may be alive at the first end and at later ones."""
+        history.alive_at_first, history.most_alive = first, later
+        found = Sizes(history)
+        there: dict[int, int] = {}  # bytes by memory that the present piece has made
+        most = 0
         for step in path.steps:
             for number in step.gone:
                 there.pop(number, None)
             alive = sum(there.values())
             if found.suffice(alive):
-                yield alive
-                if not found.saved:  # it has ended
-                    there.clear()
-            if found.saved > most:
-                return
+                found.end(alive)
+                there.clear()
             there.update([(number, sizes.get(number, 0)) for number in step.writes])
             there.update(step.sizes)
             found.saved += saved[step.index]
+            most = max(most, found.ends + found.saved)
+        return most, found.ends
 
-    def need(most_alive: float) -> int:
-        history.most_alive = most_alive
-        found = Sizes(history)
-        for alive in ends(found, nbytes):
-            found.end(alive)
-        return found.ends + max(found.largest, found.saved)
-
-    history.alive_at_first = math.inf
+    ways = [nbytes / 2**n for n in range(_FINEST, 1, -1)]
+    later = min(ways, key=lambda most: need(math.inf, most))
     # The caller's variables, and what all layers read, stay alive after the first end.
-    least = min(ends(Sizes(history), nbytes * _LARGEST), default=math.inf)
-    history.alive_at_first = _MORE * least
-    history.most_alive = min([nbytes / 2**n for n in range(_FINEST, 1, -1)], key=need)
+    first = min(ways, key=lambda most: need(most, later))
+    history.alive_at_first, history.most_alive = _MORE * first, later
 
 
 _ABOUT = 0.7  # of the best size: one layer rather than two
 _MOST_ALIVE = 12  # times what is alive at its end: no piece has to be larger
 _LEAST = 1 / 128  # of what the block saves: no piece is smaller
-# A piece that saves more ends where more is alive: a part of what the block saves, and times what
-# the last piece did that ended where little was.
+# A piece that saves more ends where more is alive: a part of what the block saves, and times the
+# largest piece that ended where little was.
 _LARGEST, _FAR = 0.4, 1.5
 _MORE = 1.2  # times what was alive in that path, at the first end
 _FINEST = 12  # the least that may be alive, as a power of 1/2 of what the block saves
