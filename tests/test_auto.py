@@ -1163,10 +1163,7 @@ def test_two_stacks_that_drop_layers_need_about_what_a_checkpoint_around_each_la
             x = stack(layers, x, draw, around)
         return x.square().mean()
 
-    def run(n):
-        with checkpoint_scope(auto()):
-            return model(n, lambda layer, x: layer(x))
-
+    run = scoped(lambda n: model(n, lambda layer, x: layer(x)))
     for n in range(8):
         run(n).backward()
     for n in range(8, 14):

@@ -35,7 +35,8 @@ class Ends:
 
     def __init__(self, end: Callable[[], int], history: History) -> None:
         """`end` gives a piece's holders what they need, and returns how many there are so far."""
-        self.end, self._sizes = end, Sizes(history)
+        self.end = end
+        self._sizes = Sizes(history.nbytes, history.alive_at_first, history.most_alive)
         self.begin()
 
     def begin(self) -> None:
@@ -140,14 +141,15 @@ class Sizes:
     all_saved = ends = 0  # bytes saved in the pieces before, and alive at their ends
     _near = 0  # bytes saved in the largest piece that ended where little was alive
 
-    def __init__(self, history: History) -> None:
-        self._nbytes, self._most = history.nbytes, history.alive_at_first
-        self._most_later = history.most_alive
+    def __init__(self, nbytes: int, first: float, later: float) -> None:
+        """In a block that saves so many bytes, at most `first` should be alive where the first
+        piece ends, and `later` where others do."""
+        self._nbytes, self._most, self._most_later = nbytes, first, later
 
     def suffice(self, alive: int) -> bool:
         """Whether the present piece may end, where so many bytes are alive. Where these are few,
-        pieces of this size and all ends need least together. A piece that is larger than others may
-        leave more alive."""
+        pieces of this size and all ends need least together. A piece larger than the others may
+        leave more alive, in proportion."""
         enough = min(_ABOUT * math.sqrt(self._nbytes * alive), _MOST_ALIVE * alive)
         largest = self._nbytes * _LARGEST
         near = self._near or largest
@@ -166,8 +168,8 @@ class Sizes:
 
 
 def size_pieces(path: Path, history: History) -> None:
-    """Find what may be alive where a piece ends: that with which this path, which was run as a
-    whole, needs least."""
+    """Choose how many bytes may be alive where a piece ends: those with which this path, which was
+    run as a whole, needs the least."""
     sizes: dict[Any, int] = dict([size for step in path.steps for size in step.sizes])
     saved = [0] * (len(path.steps) + 1)
     for slot, index in zip(path.slots, path.saved_after, strict=True):
@@ -175,10 +177,9 @@ def size_pieces(path: Path, history: History) -> None:
     history.nbytes = nbytes = sum(saved)
 
     def need(first: float, later: float) -> tuple[int, int]:
-        """What the pieces need, each beside what is alive at the ends before it, and the sum of
-        that, if so much may be alive at the first end and at later ones."""
-        history.alive_at_first, history.most_alive = first, later
-        found = Sizes(history)
+        """The most that a piece needs together with what is alive at the ends before it, and what
+        is alive at all ends."""
+        found = Sizes(nbytes, first, later)
         there: dict[int, int] = {}  # bytes by memory that the present piece has made
         most = 0
         for step in path.steps:
@@ -195,9 +196,9 @@ def size_pieces(path: Path, history: History) -> None:
         return most, found.ends
 
     ways = [nbytes / 2**n for n in range(_FINEST, 1, -1)]
-    later = min(ways, key=lambda most: need(math.inf, most))
+    later = min(ways, key=lambda way: need(math.inf, way))
     # The caller's variables, and what all layers read, stay alive after the first end.
-    first = min(ways, key=lambda most: need(most, later))
+    first = min(ways, key=lambda way: need(way, later))
     history.alive_at_first, history.most_alive = _MORE * first, later
 
 
@@ -207,5 +208,5 @@ _LEAST = 1 / 128  # of what the block saves: no piece is smaller
 # A piece that saves more ends where more is alive: a part of what the block saves, and times the
 # largest piece that ended where little was.
 _LARGEST, _FAR = 0.4, 1.5
-_MORE = 1.2  # times what was alive in that path, at the first end
+_MORE = 1.2  # times what that path may have alive at the first end
 _FINEST = 12  # the least that may be alive, as a power of 1/2 of what the block saves
