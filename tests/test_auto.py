@@ -307,6 +307,56 @@ def test_what_a_frozen_part_hands_on_is_not_made_again():
         assert "sigmoid" not in ran
 
 
+def close(y, logits):
+    return nn.functional.kl_div(y.log_softmax(-1), logits.softmax(-1), reduction="batchmean")
+
+
+@pytest.mark.parametrize("loss", [close, nn.functional.mse_loss, nn.functional.smooth_l1_loss])
+def test_a_student_needs_no_more_than_with_a_checkpoint_around_each_layer(loss):
+    """Its teacher runs in the scope, too, and the caller has the logits of both."""
+    layers, student, x = blocks(4), nn.Linear(32, 500), torch.randn(8, 64, 32)
+    teacher, labels = nn.Linear(32, 500).requires_grad_(False), torch.arange(512) % 500
+    oracle.with_gradients([*student.parameters(), *layers.parameters()])
+    seen = []
+
+    def forward(call):
+        with torch.no_grad():
+            logits = teacher(through([torch.sigmoid] * 8, x))
+        y = student(through(each_called(call, layers), x))
+        seen.append((logits, y))
+        return loss(y, logits) + nn.functional.cross_entropy(y.flatten(0, 1), labels)
+
+    run, peak, theirs = beside_torch(forward)
+    assert peak <= theirs
+    assert run.scope.stats.peak_predicted == pytest.approx(peak, rel=0.03)
+    assert "sigmoid" not in count(run().backward)
+
+
+@pytest.mark.parametrize("has_it", list(itertools.product([True, False], repeat=2)))
+def test_what_the_caller_has_and_autograd_has_not_saved_may_be_written(has_it):
+    """A plan keeps a copy, in each step in which the caller has it."""
+    teacher, student, x = nn.Linear(32, 8), nn.Linear(32, 8), torch.randn(64, 32)
+    seen = []
+
+    def forward():
+        with torch.no_grad():
+            logits = through([torch.sigmoid] * 8 + [teacher], x)
+        seen[:] = [logits]
+        return close(student(x), logits) + close(student(x.sin()), logits)
+
+    def step(run, has_it):
+        loss, has = run(), seen.pop() if has_it else seen.clear()
+        if has_it:
+            has.zero_()
+        return torch.autograd.grad(loss, [*student.parameters()])
+
+    right = step(forward, False)
+    run = scoped(forward, budget=8192)
+    for _ in range(2):
+        for each in has_it:
+            oracle.same(step(run, each), right)
+
+
 class Pairs(nn.Module):
     """A block of a model that folds proteins: products and attention over pairs."""
 

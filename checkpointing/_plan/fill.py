@@ -44,6 +44,8 @@ class Filling:
         """Whether a memory, as it will be in the end, is all that steps from here on need of it:
         until then, it is only written, as by an activation in place."""
         memory = self.memories[number]
+        if memory.is_theirs and memory.cost:
+            return False  # what others may write is kept as a copy, where there is room
         others = {*memory.readers}.difference(memory.writers)
         return memory.final <= self.model.count and not any(
             start <= reader < memory.final for reader in others
@@ -143,6 +145,8 @@ class Filling:
         self._needed_at: dict[int, int] = {}
         # What windows make: a memory, the step that makes it, and the last one that needs it there.
         self._made_again: list[tuple[int, int, int]] = []
+        # What windows read that is made before their segment, and not kept: they run that, too.
+        self._from_before: set[int] = set()
         segments = reversed([*pairwise(self.ends)])
         return [each for start, end in segments for each in self._go_down(start, end)]
 
@@ -162,8 +166,11 @@ class Filling:
                 if to_make := stretch.wanted[index] - at_hand:
                     reading.update(dict.fromkeys(to_make, index))
                     used = index
-            if not reading.keys().isdisjoint(self.model.made[index]):
+            made = self.model.made[index]
+            if not reading.keys().isdisjoint(made):
                 starts |= self._run_again(index, reading)
+            if not self._from_before.isdisjoint(made):
+                self._run_before(index)
             is_start = index == start
             if is_start or stretch.dear.isdisjoint(reading):  # a window begins here
                 self._needed_at.update(
@@ -172,6 +179,7 @@ class Filling:
                 starts = set()
             if is_start or (index in self._positions and index < end - 1):
                 crosses.append((index, reading.keys() & stretch.dear))
+        self._from_before |= reading.keys() & stretch.dear
         return crosses
 
     def _run_again(self, index: int, reading: dict[int, int]) -> set[int]:
@@ -186,6 +194,14 @@ class Filling:
             if number not in kept:
                 reading.setdefault(number, index)
         return kept
+
+    def _run_before(self, index: int) -> None:
+        """A window of a later segment runs this step."""
+        self.again.add(index)
+        for number in self.model.made[index]:
+            if self.memories[number].maker == index:
+                self._from_before.discard(number)
+        self._from_before |= {*self.stretch.reads[index]} - self.kept
 
     def _is_wanted(self, number: int) -> bool:
         """Whether autograd has saved a memory, or a step that runs again reads it."""

@@ -136,6 +136,9 @@ class Model:
         followed = [self.made[step.index] for step in self.steps if step.differentiated]
         ends = ({*chain(*followed)} - integers).intersection({*alive}.union(*self.made[-1:]))
         sizes = {n: memory.nbytes for n, memory in self.memories.items() if n not in integers}
+        for step in self.steps:
+            if step.info.base in _torch.LARGE_NUMBERS and step.inputs.get(2) != 0:  # a reduction
+                sizes.update(dict.fromkeys(self.made[step.index], 0))
         held = {self.path.memory_of[cell]: run.store.parameter(cell) for cell in self.path.trained}
         parameters = {number: p.nbytes for number, p in held.items() if p is not None}
         return Gradients(self.path, sizes, parameters, ends, self.scale)
@@ -167,11 +170,8 @@ class Model:
             if not (memory.nbytes and memory.values):
                 memory.final = self.never
             memory.is_theirs = memory.number in elsewhere and not memory.is_cheap
-            if memory.is_theirs:
-                if memory.number in saved:
-                    memory.cost = 0
-                else:  # it may be written after the block
-                    memory.final = self.never
+            if memory.is_theirs and memory.number in saved:
+                memory.cost = 0  # else it may be written after the block, so a copy is held
 
     def _is_unfinished(self, value: Value) -> bool:
         """Whether a later step writes to a value: to hold the memory is not to hold it. What reads

@@ -233,9 +233,11 @@ def attach(plan: Plan, old: Plan | None) -> None:
         if step.keeps:
             step.keeps = tuple([each for each in step.keeps if each[0] is not old])
     to_count = set() if plan.exceeds else {*plan.counted}
+    saved = {path.memory_of[slot.cell] for slot in path.slots}
     for value in sorted(plan.kept):
         memory = path.memory_of[value[0]]
-        kept = plan, Hold(value, memory, None), memory in to_count
+        asked = Hold(value, memory, is_copied=memory not in saved)
+        kept = plan, asked, memory in to_count
         path.steps[path.there_after(value)].keeps += (kept,)
         to_count.discard(memory)
 

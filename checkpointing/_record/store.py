@@ -158,6 +158,8 @@ class Store:
         self._planned[asked.value] = nbytes
         self._planned_bytes += nbytes
         self._hold_kept(asked, tensor, self.mover(place))
+        if asked.is_copied:
+            self._states[asked.value] = asked.memory
 
     def decide(self, asked: Hold) -> None:
         """Hold a decision."""
@@ -207,8 +209,11 @@ class Store:
                     self._freeze(asked, held)
 
     def copy_states(self, values: Set[Value]) -> None:
-        """Copy those of these values that other runs may write before backward."""
+        """Copy those of these values that may be written before backward: by other runs, or by the
+        user, who still has what a plan keeps."""
         for value in values & self._states.keys():
+            if value in self._planned and self.cells[value[0]]() is None:
+                continue
             there = self._on[self._states.pop(value)]
             for asked in [each for each in there if each.value == value]:
                 there.remove(asked)

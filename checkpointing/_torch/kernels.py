@@ -93,6 +93,8 @@ _DERIVATIVES = {
 _HANDED_ON = ("add", "sub")  # their gradient is the one that they got
 # What these make on the way for the gradient of their second argument, in sizes of the result.
 _PRODUCTS = {"div": 2, "mul": 0}
+# Losses that sum up in place: their result, a number, has memory as large as what they read.
+LARGE_NUMBERS = "mse_loss", "smooth_l1_loss"
 # Views that show less than their base, or more.
 _TAKING = ("expand", "select", "slice")
 # Copies that the forward of a loss makes of the largest tensor that it reads.
