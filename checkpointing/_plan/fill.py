@@ -12,10 +12,11 @@ before. In backward, beside what it works with, each of these is there:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import accumulate, pairwise
 from operator import add
 
+from .gradients import Span
 from .stretch import Stretch
 
 Crosses = list[tuple[int, Set[int]]]
@@ -125,10 +126,16 @@ class Filling:
                 there[at] += cost  # it has a window of its own
         self._made = [*accumulate(made)]
         self._there: list[int] = [*map(add, there, self._made[1:])]
-        only_read = [each for each in self._made_again if each[0] not in stretch.saved]
-        passing = model.sums((first, last, memories[n].nbytes) for n, first, last in only_read)
+        passing = model.sums(self._passing())
         self._running: list[int] = [*map(add, self._made[1:], passing)]
         self.peaks = [self._peak_of(start, end) for start, end in pairwise(self.ends)]
+
+    def _passing(self) -> Iterator[Span]:
+        """What windows make only to read it, and what they deliver before it was saved."""
+        for number, maker, last in self._made_again:
+            last = self.stretch.saved.get(number, last + 1) - 1
+            if maker <= last:
+                yield maker, last, self.memories[number].nbytes
 
     def _peak_of(self, start: int, end: int) -> int:
         """The larger of two: that of the window of a segment, with what it makes only to read it,

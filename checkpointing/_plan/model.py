@@ -105,7 +105,12 @@ class Model:
             (index, self.count, sum([state.nbytes for state in drawn.states]))
             for index, drawn in run.store.random.items()
         ]
-        self.live = self.sums([*self._lives(), *states, *self._losses()])
+        scratch = [
+            (step.index, step.index, int(step.scratch_of_forward * self.scale))
+            for step in self.steps
+            if step.scratch_of_forward
+        ]
+        self.live = self.sums([*self._lives(), *states, *scratch])
         # What backward needs, whatever the block keeps and saves: somebody else holds it, or it is
         # made there.
         spans = [(memory.maker + 1, self.count, memory.nbytes) for memory in fixed] + states
@@ -149,14 +154,6 @@ class Model:
         for memory in self.memories.values():
             if memory.nbytes >= _SMALL:
                 yield memory.maker, memory.dies - 1, memory.nbytes
-
-    def _losses(self) -> Iterator[Span]:
-        """What losses allocate before they sum up."""
-        for step in self.path.steps:
-            copies = _torch.LOSSES.get(step.info.base)
-            if copies is not None:
-                read = [self.memories[number].nbytes for number in self.reads[step.index]]
-                yield step.index, step.index, copies * max(read, default=0)
 
     def _find_final(self, elsewhere: Set[int]) -> None:
         """Find which memories can be held, from when on, and what that costs. Somebody else holds

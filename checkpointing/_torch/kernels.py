@@ -98,7 +98,7 @@ LARGE_NUMBERS = "mse_loss", "smooth_l1_loss"
 # Views that show less than their base, or more.
 _TAKING = ("expand", "select", "slice")
 # Copies that the forward of a loss makes of the largest tensor that it reads.
-LOSSES = {
+_LOSSES = {
     "binary_cross_entropy_with_logits": 2,
     "huber_loss": 1,
     "mse_loss": 1,
@@ -125,6 +125,16 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
         second = [tensor for tensor in read if tensor is args[1]]
         return _size(result) * (len(smaller) + _PRODUCTS[name] * len(second))
     return int(_DERIVATIVES.get(name, 0) * sum(map(_size, read)))
+
+
+def scratch_of_forward(func: Any, args: Any) -> int:
+    """The bytes that an operator allocates, beside its results."""
+    name = _name_of(func)
+    if name in _LOSSES:
+        return _LOSSES[name] * max([_size(each) for each in args if isinstance(each, Tensor)])
+    # Its kernel copies what is not contiguous, such as logits without the last ones.
+    copies = name in ("log_softmax", "softmax") and not args[0].is_contiguous()
+    return _size(args[0]) if copies else 0
 
 
 def _size(tensor: Tensor) -> int:
