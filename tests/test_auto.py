@@ -307,6 +307,20 @@ def test_what_a_frozen_part_hands_on_is_not_made_again():
         assert "sigmoid" not in ran
 
 
+def test_frozen_layers_do_not_run_again_where_they_hand_on_little():
+    """As in a model whose last layers train: grad mode is on, but autograd does not follow them."""
+    frozen, up, down = nn.Linear(64, 64), nn.Linear(64, 512), nn.Linear(512, 64)
+    frozen.requires_grad_(False)
+    oracle.with_gradients([*up.parameters(), *down.parameters()])
+    x = torch.randn(256, 64)
+    layers = [frozen, torch.sigmoid] * 8 + [up, torch.tanh, down] * 8
+    loss, scope = known(lambda: through(layers, x).square().mean())
+    assert scope.stats.cuts
+    ran = count(loss.backward)
+    assert ran["tanh"] > 0
+    assert "sigmoid" not in ran
+
+
 def close(y, logits):
     return nn.functional.kl_div(y.log_softmax(-1), logits.softmax(-1), reduction="batchmean")
 
@@ -1683,6 +1697,20 @@ class Shown:
 
         return layers, run
 
+    def edges_that_read_their_nodes():
+        """What the edges get is a view of the gradient of what was joined."""
+        layers, nodes, edges = linears(6, 96, 32), torch.randn(250, 32), torch.randn(4000, 32)
+        sources, targets = torch.arange(4000) % 250, torch.arange(4000) // 16
+
+        def run():
+            x, e = nodes, edges
+            for layer in layers:
+                made = layer(torch.cat([x[sources], x[targets], e], 1)).sigmoid()
+                x, e = x + torch.zeros_like(x).index_add(0, targets, made), e + made
+            return x
+
+        return layers, run
+
     def gates_written_in_place():
         net, x = nn.GRU(64, 64, 2), torch.randn(10, 128, 64, requires_grad=True)
         return net, lambda: net(x)[0]
@@ -1816,6 +1844,19 @@ def test_what_an_operator_works_with_is_predicted(operator):
     if isinstance(operator, nn.Module):
         oracle.with_gradients(operator.parameters())
     assert abs(predicted(lambda: (operator(x * 2) * 2).sum()) - 1) <= 0.02
+
+
+def test_the_copy_that_a_softmax_makes_of_a_part_is_predicted():
+    """Logits without the last ones, of a model that does not train."""
+    layer, head, x = nn.Linear(64, 64), torch.rand(64, 500), torch.randn(8, 64, 64)
+    oracle.with_gradients(layer.parameters())
+
+    def forward():
+        with torch.no_grad():
+            least = (x @ head)[:, :-1].log_softmax(-1).amin(-1)
+        return (layer(x)[:, :-1].amax(-1) - least).square().sum()
+
+    assert predicted(forward) == pytest.approx(1, rel=0.02)
 
 
 def test_what_all_layers_read_comes_back_by_itself():

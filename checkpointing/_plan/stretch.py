@@ -7,7 +7,7 @@ steps are another one: what lies before is held, or made by others.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from functools import cached_property
 from itertools import chain, pairwise
 
@@ -98,13 +98,32 @@ class Stretch:
         self.positions = sorted({*self.positions, *begins[::every]})
 
     @cached_property
+    def without_grad_mode(self) -> set[int]:
+        """What autograd, or steps with grad mode on, need of those where it is off."""
+        return self._handed_on([not step.grad_mode for step in self.model.steps])
+
+    @cached_property
     def frozen(self) -> set[int]:
-        """Memories without gradient that were made with grad mode off, and are needed where it is
-        on. Who checkpoints by hand never makes them again."""
-        modes = [*zip(self.model.steps, self.model.made, self.reads, strict=True)]
-        off = {n for step, made, _ in modes if not step.grad_mode for n in made}
-        needed = {n for step, _, read in modes if step.grad_mode for n in read}
-        return (self.dear & off & (needed | self.saved.keys())) - self.model.with_gradient
+        """The same of frozen layers: steps that compute, or read what such steps have made, and
+        that autograd does not follow."""
+        made: set[int] = set()
+        is_frozen = []
+        for index, step in enumerate(self.model.steps):
+            computes = step.flops or not made.isdisjoint(self.reads[index])
+            is_frozen.append(computes and not step.differentiated)
+            made.update(self.model.made[index] if is_frozen[-1] else ())
+        return self._handed_on(is_frozen)
+
+    def _handed_on(self, inside: Sequence[bool]) -> set[int]:
+        """Memories without gradient that others need of these steps. Who checkpoints by hand never
+        makes them again."""
+        made, needed = set[int](), {*self.saved}
+        for index, is_inside in enumerate(inside):
+            if is_inside:
+                made.update(self.model.made[index])
+            else:
+                needed.update(self.reads[index])
+        return (self.dear & made & needed) - self.model.with_gradient
 
     def _across(self, run: range, n: int = 0) -> int:
         """The bytes that cross cuts after so many steps in each block."""
