@@ -3,8 +3,8 @@
 One walk over the steps of a path, the last one first, as autograd takes them. A step uses up the
 gradients of what it has made, and makes new ones of what it has read. Additions hand on the one
 that they get, and `cat` hands on views of it. Where a gradient is there already, from a later step,
-one of the two is added to the other in place. A view that takes a part out of a tensor, or expands
-it, makes a gradient as large as that tensor.
+one of the two is added to the other in place, unless both are views or have other users. A view
+that takes a part out of a tensor, or expands it, makes a gradient as large as that tensor.
 
 Invariant: a gradient is there from the step that makes it down to the last one that uses it.
 """

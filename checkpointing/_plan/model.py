@@ -105,12 +105,7 @@ class Model:
             (index, self.count, sum([state.nbytes for state in drawn.states]))
             for index, drawn in run.store.random.items()
         ]
-        scratch = [
-            (step.index, step.index, int(step.scratch_of_forward * self.scale))
-            for step in self.steps
-            if step.scratch_of_forward
-        ]
-        self.live = self.sums([*self._lives(), *states, *scratch])
+        self.live = self.sums([*self._lives(), *states])
         # What backward needs, whatever the block keeps and saves: somebody else holds it, or it is
         # made there.
         spans = [(memory.maker + 1, self.count, memory.nbytes) for memory in fixed] + states
@@ -149,11 +144,14 @@ class Model:
         return Gradients(self.path, sizes, parameters, ends, self.scale)
 
     def _lives(self) -> Iterator[Span]:
-        """From when to when each memory is there in the forward. When small ones die may depend on
-        the garbage collector, which differs from rank to rank."""
+        """From when to when each memory is there in the forward, and what operators work with. When
+        small ones die may depend on the garbage collector, which differs from rank to rank."""
         for memory in self.memories.values():
             if memory.nbytes >= _SMALL:
                 yield memory.maker, memory.dies - 1, memory.nbytes
+        for step in self.steps:
+            if step.scratch_of_forward:
+                yield step.index, step.index, int(step.scratch_of_forward * self.scale)
 
     def _find_final(self, elsewhere: Set[int]) -> None:
         """Find which memories can be held, from when on, and what that costs. Somebody else holds

@@ -99,13 +99,13 @@ class Stretch:
 
     @cached_property
     def without_grad_mode(self) -> set[int]:
-        """What autograd, or steps with grad mode on, need of those where it is off."""
+        """What others need of steps that ran with grad mode off."""
         return self._handed_on([not step.grad_mode for step in self.model.steps])
 
     @cached_property
     def frozen(self) -> set[int]:
-        """The same of frozen layers: steps that compute, or read what such steps have made, and
-        that autograd does not follow."""
+        """What others need of frozen layers: steps that autograd does not follow, and that compute
+        something or read what such steps have made."""
         made: set[int] = set()
         is_frozen = []
         for index, step in enumerate(self.model.steps):
@@ -115,8 +115,8 @@ class Stretch:
         return self._handed_on(is_frozen)
 
     def _handed_on(self, inside: Sequence[bool]) -> set[int]:
-        """Memories without gradient that others need of these steps. Who checkpoints by hand never
-        makes them again."""
+        """Memories without gradient that steps inside make, and that autograd or steps outside
+        need. Who checkpoints by hand never makes them again."""
         made, needed = set[int](), {*self.saved}
         for index, is_inside in enumerate(inside):
             if is_inside:

@@ -132,9 +132,10 @@ def scratch_of_forward(func: Any, args: Any) -> int:
     name = _name_of(func)
     if name in _LOSSES:
         return _LOSSES[name] * max([_size(each) for each in args if isinstance(each, Tensor)])
-    # Its kernel copies what is not contiguous, such as logits without the last ones.
-    copies = name in ("log_softmax", "softmax") and not args[0].is_contiguous()
-    return _size(args[0]) if copies else 0
+    if name in ("log_softmax", "softmax") and is_strided(args[0]):
+        # Its kernel copies what is not contiguous, such as logits without the last ones.
+        return 0 if args[0].is_contiguous() else int(args[0].nbytes)
+    return 0
 
 
 def _size(tensor: Tensor) -> int:
