@@ -38,9 +38,7 @@ def choose(stretch: Stretch, peak: int | None = None, parts: int = 0) -> Filling
     by_hand, cuts = _by_hand(stretch, tight, most)
     target = by_hand or least
     ways = []
-    handed_on = stretch.without_grad_mode
-    if stretch.cost(stretch.frozen) <= _LITTLE_MORE * least:
-        handed_on = handed_on | stretch.frozen
+    handed_on = stretch.without_grad_mode | stretch.frozen(least)
     if peak is None and handed_on:
         beside = _bare(stretch, tight)
         beside.keep(beside.kept | handed_on)
@@ -165,7 +163,6 @@ def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) 
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
 _MOST_PEAKS = 16  # that are tried for a budget
 _LARGE = 1 / 5  # of the peak: what may be worth another cut
-_LITTLE_MORE = 1 / 20  # of the least peak: what may be spent on what frozen layers hand on
 _MAIN_PART = 2 / 3  # of the steps
 _MOST_SLACK = 1 / 2  # what may be spent on less recompute: a part of the least peak
 # The same, within a window: what it keeps first is made by a replay, which should be short.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, compress, pairwise
 
 from .model import Model
 from .repeats import repeats
@@ -102,17 +102,18 @@ class Stretch:
         """What others need of steps that ran with grad mode off."""
         return self._handed_on([not step.grad_mode for step in self.model.steps])
 
-    @cached_property
-    def frozen(self) -> set[int]:
+    def frozen(self, least: int) -> set[int]:
         """What others need of frozen layers: steps that autograd does not follow, and that compute
-        something or read what such steps have made."""
-        made: set[int] = set()
-        is_frozen = []
+        something or read what such steps have made. Nothing, if that is much beside the least peak
+        and they are little of the work."""
+        made, is_frozen = set[int](), []
         for index, step in enumerate(self.model.steps):
             computes = step.flops or not made.isdisjoint(self.reads[index])
             is_frozen.append(computes and not step.differentiated)
             made.update(self.model.made[index] if is_frozen[-1] else ())
-        return self._handed_on(is_frozen)
+        found, work = self._handed_on(is_frozen), self.model.work
+        part = sum(compress(work, is_frozen)) / max(1.0, sum(work))
+        return found if self.cost(found) <= part * _OF_WORK * least else set()
 
     def _handed_on(self, inside: Sequence[bool]) -> set[int]:
         """Memories without gradient that steps inside make, and that autograd or steps outside
@@ -164,6 +165,7 @@ def _is_low(before: int, here: int, after: int) -> bool:
 _ALIKE = 1.5  # times the bytes that the smallest one saves
 _MUCH = 1.5  # times: a step that leaves so much less is worth a cut before it
 _ABOUT = 0.8  # of the most bytes that the backward of a step works with
+_OF_WORK = 0.2  # of the peak may be spent not to repeat all work of a forward
 _MOST_CANDIDATES = 96
 _MOST_BLOCKS = 192  # that are looked at; the time to find cuts is quadratic in them
 _PER_MEMORY = 512  # bytes for which it is not worth it to hold one memory more
