@@ -56,6 +56,10 @@ class Aliased(Held):
         """Whether it has been written since."""
         return _torch.version(self.packed) != self._version
 
+    @property
+    def is_shared(self) -> bool:  # type: ignore[override]
+        return _torch.is_shared(self.packed)
+
     def renew(self) -> None:
         self._version = _torch.version(self.packed)
 

@@ -75,6 +75,7 @@ class Held:
 
     is_parameter = False  # whether it is referenced rather than saved
     is_stale = False  # whether it is referenced rather than saved, and has been written since
+    is_shared = True  # whether somebody else may have its memory
 
     def __init__(self, packed: Any, name: Name) -> None:
         self.packed = packed

@@ -212,7 +212,7 @@ class Store:
         """Copy those of these values that may be written before backward: by other runs, or by the
         user, who still has what a plan keeps."""
         for value in values & self._states.keys():
-            if value in self._planned and self.cells[value[0]]() is None:
+            if value in self._planned and not self.held[value].is_shared:
                 continue
             there = self._on[self._states.pop(value)]
             for asked in [each for each in there if each.value == value]:

@@ -21,6 +21,7 @@ from .names import (
     mode_count,
     plain_parts,
     storage_id,
+    storage_uses,
     unseen_by_modes,
     version,
 )
@@ -62,6 +63,13 @@ def was_given_back(tensor: Tensor) -> bool:
 def is_on(tensor: Tensor, storages: Set[int | None]) -> bool:
     """Whether a tensor, or one of its parts, uses one of these storages."""
     return not storages.isdisjoint(map(storage_of, plain_parts(tensor)))
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether another tensor has the memory of this one, or a part of it."""
+    parts = plain_parts(tensor)
+    # Two are this one's: the tensor, and the object for its storage.
+    return not all(has_storage(p) and storage_uses(p.untyped_storage()._cdata) == 2 for p in parts)
 
 
 def alias(tensor: Tensor) -> Tensor:

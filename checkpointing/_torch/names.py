@@ -326,6 +326,7 @@ FakeTensor = torch._subclasses.FakeTensor  # infers shapes without computing, fo
 UNWRAPPED = (Tensor, FakeTensor)
 # The public way to a storage (`untyped_storage()`) builds a Python object per call.
 storage_id: Callable[[Tensor], int] = _C._storage_id
+storage_uses = _C._storage_Use_Count  # how many tensors and storage objects use one
 has_storage = _C._has_storage  # False for sparse, MKLDNN and other opaque layouts
 
 
