@@ -38,8 +38,7 @@ def choose(stretch: Stretch, peak: int | None = None, parts: int = 0) -> Filling
     by_hand, cuts = _by_hand(stretch, tight, most)
     target = by_hand or least
     ways = []
-    handed_on = stretch.without_grad_mode | stretch.frozen(least)
-    if peak is None and handed_on:
+    if peak is None and (handed_on := stretch.without_grad_mode | stretch.frozen(least)):
         beside = _bare(stretch, tight)
         beside.keep(beside.kept | handed_on)
         beside.most = target = max(target, min(most, beside.peak))

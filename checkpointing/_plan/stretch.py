@@ -97,15 +97,15 @@ class Stretch:
         every = 1 + len(begins) // (_MOST_BLOCKS + 1)
         self.positions = sorted({*self.positions, *begins[::every]})
 
-    @cached_property
+    @property
     def without_grad_mode(self) -> set[int]:
         """What others need of steps that ran with grad mode off."""
         return self._handed_on([not step.grad_mode for step in self.model.steps])
 
     def frozen(self, least: int) -> set[int]:
         """What others need of frozen layers: steps that autograd does not follow, and that compute
-        something or read what such steps have made. Nothing, if that is much beside the least peak
-        and they are little of the work."""
+        something or read what such steps have made. Nothing, if its part of the least peak is more
+        than a fifth of their part of the work."""
         made, is_frozen = set[int](), []
         for index, step in enumerate(self.model.steps):
             computes = step.flops or not made.isdisjoint(self.reads[index])
@@ -165,7 +165,7 @@ def _is_low(before: int, here: int, after: int) -> bool:
 _ALIKE = 1.5  # times the bytes that the smallest one saves
 _MUCH = 1.5  # times: a step that leaves so much less is worth a cut before it
 _ABOUT = 0.8  # of the most bytes that the backward of a step works with
-_OF_WORK = 0.2  # of the peak may be spent not to repeat all work of a forward
+_OF_WORK = 0.2  # of the peak: what may be spent so that no work of a forward is repeated
 _MOST_CANDIDATES = 96
 _MOST_BLOCKS = 192  # that are looked at; the time to find cuts is quadratic in them
 _PER_MEMORY = 512  # bytes for which it is not worth it to hold one memory more
