@@ -106,8 +106,11 @@ class Gradients:
         got = [*used, *[self._there[each] for each in written if each in self._there]]
         if not got:
             return
-        self.spans.append((step.index + 1, step.index + 1, int(step.scratch * self._scale)))
         size = max([self._sizes.get(number, 0) for number in (*dict(step.sizes), *written)])
+        scratch = int(step.scratch * self._scale)
+        if not step.info.is_pointwise and any(gradient.nbytes < size for gradient in got):
+            scratch += size  # a kernel copies what `sum` has expanded
+        self.spans.append((step.index + 1, step.index + 1, scratch))
         followed = self._followed(step)
         for number in followed & self._parameters.keys():
             self._uses[number].append((step.index, sum([gradient.nbytes for gradient in used])))
@@ -117,7 +120,7 @@ class Gradients:
             if extent in self._sizes and extent not in written:
                 nbytes = self._sizes[extent]
                 is_same = step.info.base in _ADDITIONS and nbytes == size
-                shares = is_same or step.info.base in _torch.JOINS
+                shares = is_same or step.info.base in (*_torch.JOINS, "sum")
                 self._give(extent, got[0] if shares else Gradient(nbytes, step.index), step.index)
         self._drop(used, step.index)
 
@@ -143,7 +146,7 @@ class Gradients:
     def _give(self, extent: int, gradient: Gradient, index: int) -> None:
         """Add a gradient to the one that is there, or else the other way around."""
         old, size = self._there.get(extent), self._sizes[extent]
-        if old and gradient.users and (old.users > 1 or old.nbytes > size):
+        if old and gradient.users and (old.users > 1 or old.nbytes != size):
             gradient = Gradient(size, index)  # neither can be written: the sum is a third one
         if old is None or not gradient.users:
             self._there[extent] = gradient
