@@ -117,9 +117,7 @@ def _grouped(path: Path, slots: Iterable[int]) -> list[list[int]]:
         if value in path.kept:
             at_hand[value].append(slot)
             continue
-        newest, reader = path.newest(value), path.saved_after[slot]
-        if newest < reader:  # inputs are saved before the operator runs that reads them
-            reader += 1
+        newest, reader = path.newest(value), path.saved_for[slot]
         # Views of what is held go with what was saved beside them, and so does what is made again
         # in each window that needs it: a mask that all layers share.
         is_far = bisect_right(path.cuts, newest) < bisect_right(path.cuts, reader)

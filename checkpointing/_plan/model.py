@@ -86,7 +86,6 @@ class Model:
         self._sent: dict[int, int] = {}  # by memory: the last step that hands it to others
         # By slot that the block has made: the position at which backward wants it, and the memory.
         self.saves: dict[int, tuple[int, int]] = {}
-        self._saved: set[Value] = set()  # by the slots before
         for step in path.steps:
             self._add(step)
         alive = self._alive(run)
@@ -265,25 +264,13 @@ class Model:
 
     def _add_slot(self, number: int) -> None:
         """Find where backward wants a slot."""
-        slot, after = self.path.slots[number], self.path.saved_after[number]
+        slot = self.path.slots[number]
         memory = self.memories.get(self.path.memory_of[slot.cell])
         if memory is None or slot.value in self.path.given:
             return
-        # What is saved just after its maker is the maker's result, saved for its own backward, or
-        # else an input of the next step, which has not run yet.
-        is_input = self.path.there_after(slot.value) < after or slot.value in self._saved
-        is_input |= not self._saves(self.path.steps[after], slot.cell)
-        self._saved.add(slot.value)
-        position = min(max(after, 0) + is_input, self.count - 1)
+        position = min(self.path.saved_for[number], self.count - 1)
         memory.values.setdefault(slot.value, position)
         self.saves[number] = position, memory.number
-
-    def _saves(self, step: Step, cell: int) -> bool:
-        """Whether autograd saves a result of a step for the backward of that step itself."""
-        results = [*dict(step.memories), *step.targets]
-        if step.is_view or cell not in results:
-            return False
-        return cell != results[0] or _torch.saves_its_result(step.func)
 
     def sums(self, spans: Iterable[Span]) -> list[int]:
         """By position: the bytes that are there. Each is there from one position to another."""

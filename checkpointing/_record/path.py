@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence, Set
 from copy import copy
 from typing import Any, NamedTuple
 
+from .. import _torch
 from .program import KEEP, NOT_WRITTEN, First, Hold, Known, Parts, Slot, Step, Value, with_saves
 
 
@@ -30,6 +31,7 @@ class Path:
         self.steps = [*steps]
         self.slots: list[Slot] = []
         self.saved_after: list[int] = []  # by slot: a step
+        self.saved_for: list[int] = []  # by slot: the step whose backward wants it
         self.given: set[Value] = set()  # held, since no step makes them
         self.parameters: set[Value] = set()  # those among them
         self.kept: set[Value] = set()  # held, though steps make them
@@ -52,12 +54,17 @@ class Path:
         # By cell of a view: the first one that shows the same, made by the same operators.
         self.views: dict[int, int] = {}
         self._shown: dict[Any, int] = {}
+        seen: set[Value] = set()
         for step, saves in with_saves(root, self.steps, saved):
             self._add_step(step)
             for slot in saves:
                 self._add_met(slot)
+                # A result of a step is saved just after it for its own backward, and only once.
+                is_own = slot.value not in seen and self._saves(step, slot.cell)
+                seen.add(slot.value)
                 self.slots.append(slot)
                 self.saved_after.append(step.index)
+                self.saved_for.append(step.index if is_own else step.index + 1)
 
     def _add_step(self, step: Step) -> None:
         self._add_met(step)
@@ -90,6 +97,13 @@ class Path:
         self.kept.update([asked.value for asked in step.decides])
         if step.event is KEEP and not step.effect:
             self.cuts.append(step.index)
+
+    def _saves(self, step: Step, cell: int) -> bool:
+        """Whether autograd saves a result of a step for the backward of that step itself."""
+        results = [*dict(step.memories), *step.targets]
+        if step.is_view or cell not in results:
+            return False
+        return cell != results[0] or _torch.saves_its_result(step.func)
 
     def _add_view(self, step: Step, cell: int, base: int) -> None:
         """Note what a view shows: the same as another one that was made by the same operator, with
