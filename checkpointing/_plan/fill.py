@@ -19,7 +19,7 @@ from operator import add
 from .gradients import Span
 from .stretch import Stretch
 
-Crosses = list[tuple[int, Set[int]]]
+Crosses = Iterator[tuple[int, Set[int]]]
 
 
 class Filling:
@@ -33,6 +33,7 @@ class Filling:
         self.ends = [0, *cuts, self.model.count]
         self._positions = {*stretch.positions}
         self.kept: set[int] = set()
+        # What is kept from one cut on, windows before it need not make.
         for start, across in self._find_windows():
             if start in self.ends:
                 self.kept |= {number for number in across if self._stands_for(number, start)}
@@ -102,7 +103,7 @@ class Filling:
 
     def _simulate(self) -> None:
         """Find what runs again, and the peaks."""
-        self._find_windows()
+        [*self._find_windows()]
         self._find_peaks()
 
     def _find_peaks(self) -> None:
@@ -145,8 +146,8 @@ class Filling:
         return max(running, *self._there[start:end]) - self._made[start]
 
     def _find_windows(self) -> Crosses:
-        """Go through the segments: what their windows run, read, and start from. Returns what
-        crosses where a cut is possible, and is not kept."""
+        """Go through the segments, the last one first: what their windows run, read, and start
+        from. Yields what crosses where a cut is possible, and is not kept."""
         self.again: set[int] = set()
         # By memory that is kept: the first position at which a window, or backward, needs it.
         self._needed_at: dict[int, int] = {}
@@ -154,13 +155,12 @@ class Filling:
         self._made_again: list[tuple[int, int, int]] = []
         # What windows read that is made before their segment, and not kept: they run that, too.
         self._from_before: set[int] = set()
-        segments = reversed([*pairwise(self.ends)])
-        return [each for start, end in segments for each in self._go_down(start, end)]
+        for start, end in reversed([*pairwise(self.ends)]):
+            yield from self._go_down(start, end)
 
     def _go_down(self, start: int, end: int) -> Crosses:
-        """Go through a segment, last step first. Returns what crosses there."""
+        """Go through a segment, last step first. Yields what crosses there."""
         stretch = self.stretch
-        crosses: Crosses = []
         # Memories that are not kept, whose makers are still to come, and where they are needed.
         reading: dict[int, int] = {}
         # Kept ones that a window starts from: it has them until all that it makes is used.
@@ -185,9 +185,8 @@ class Filling:
                 )
                 starts = set()
             if is_start or (index in self._positions and index < end - 1):
-                crosses.append((index, reading.keys() & stretch.dear))
+                yield index, reading.keys() & stretch.dear
         self._from_before |= reading.keys() & stretch.dear
-        return crosses
 
     def _run_again(self, index: int, reading: dict[int, int]) -> set[int]:
         """A window runs this step. Returns the kept memories that it reads."""
