@@ -36,8 +36,13 @@ class Stretch:
         dear = [m for m in memories if not m.is_cheap]
         self.dear = {m.number for m in dear}
         self.reads = [(*filter(self.dear.__contains__, read),) for read in model.reads]
-        # Of as many bytes, few memories are better than many.
-        spans = [(m.maker + 1, m.last_read, m.cost + _PER_MEMORY) for m in dear if m.cost]
+        # Of as many bytes, few memories are better than many. What nothing reads stays where it is
+        # made, such as a mask.
+        spans = [
+            (m.maker + 1, m.last_read, m.cost + _PER_MEMORY)
+            for m in dear
+            if m.cost and m.last_read > m.maker
+        ]
         # A cut after what is still to be written (`x = norm(x); x *= mask`) is better.
         writes = [m for m in dear if m.maker + 1 < m.final <= m.last_read]
         spans += [(m.maker + 1, m.final - 1, m.cost) for m in writes]
@@ -81,12 +86,7 @@ class Stretch:
         beside each other that make queries, keys and values."""
         # What an activation has made is saved anyway: it is the end of a block.
         after = {at + 1 for n, at in self.saved.items() if self.memories[n].maker == at}
-        # A result that nothing reads, such as a mask, stays in the block that makes it.
-        dear = map(self.memories.__getitem__, self.dear)
-        unread = [m for m in dear if m.cost and m.last_read == m.maker]
-        spans = [(m.maker + 1, m.maker + 1, m.cost + _PER_MEMORY) for m in unread]
-        spare = self.model.sums(spans)
-        costs = [(self.crossing[at] - spare[at], at not in after) for at in range(len(spare))]
+        costs = [(crossing, at not in after) for at, crossing in enumerate(self.crossing)]
         found = repeats([step.func for step in self.model.steps], costs)
         return [run for run in found if self._are_worth_it(run)]
 
