@@ -153,10 +153,16 @@ def _at_blocks(runs: Iterable[range], cuts: Cuts) -> set[int]:
 
 
 def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) -> Filling:
-    """The least recompute under a peak, of a few ways to cut."""
-    ways = [*cutting.cuts(peak, budget), cuts]
-    found = [Filling(cutting.stretch, each, peak, budget) for each in ways]
-    return min(found, key=Filling.key)
+    """The least recompute under a peak, of a few ways to cut. Labels count less than windows need:
+    where all of these miss the peak, those for the peak that they reach are tried, too."""
+
+    def fill(ways: Iterable[Cuts]) -> list[Filling]:
+        return [Filling(cutting.stretch, each, peak, budget) for each in ways]
+
+    best = min(fill([*cutting.cuts(peak, budget), cuts]), key=Filling.key)
+    reached = max(best.peaks)
+    more = fill(cutting.cuts(reached, budget)) if reached > peak else []
+    return min([best, *more], key=Filling.key)
 
 
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
