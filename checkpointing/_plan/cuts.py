@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from .stretch import Stretch
 
+PRECISION = 256  # a least peak is found up to this part of it
 Cuts = Sequence[int]  # the first step of each segment but the first
 
 
@@ -81,7 +82,7 @@ class Cutting:
         low = high - 1
         while not (best := self.cuts(high, budget, 1)):
             low, high = high, 2 * high
-        while high - low > max(64, high // 256):
+        while high - low > max(64, high // PRECISION):
             middle = (low + high) // 2
             found = self.cuts(middle, budget, 1)
             if found:

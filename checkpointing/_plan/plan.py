@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .._record import MOST_GROWTH, Hold, Path, Placement, Run, Step, Value
 from .choose import choose, choose_first, choose_within
+from .cuts import PRECISION
 from .fill import Filling
 from .groups import Group
 from .model import Model, still_waiting
@@ -148,9 +149,10 @@ def _in_small_budget(stretch: Stretch, budget: int, enough: Plan) -> Plan:
     plans = (_in_pieces(stretch, n) for n in [budget, *[n for n in halves if n < budget]])
     best = next((plan for plan in plans if plan.peak <= enough.peak), enough)
     larger = [_in_pieces(stretch, n) for n in halves if n > budget]
-    # Of those with the least peak, the first one is taken.
+    # Of those with the least peak, up to what a bisection leaves open, the first one is taken.
     found = [*larger, enough] if best is enough else [best, *larger]
-    return min(found, key=lambda plan: plan.peak)
+    least = min([plan.peak for plan in found])
+    return next(plan for plan in found if plan.peak <= least + least // PRECISION)
 
 
 def _in_pieces(stretch: Stretch, budget: int) -> Plan:
