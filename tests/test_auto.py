@@ -1453,6 +1453,12 @@ class Stacks:
 
         return layers, forward
 
+    def layers_before_a_loss(count, layer, loss):
+        """What a sum hands on is one number, expanded: only some kernels copy it. A layer may end
+        with statistics that nothing reads, and what a loss saves need not be made again."""
+        layers, x = [nn.Sequential(*layer()) for _ in range(count)], torch.randn(8, 32, 64)
+        return layers, lambda call: loss(through(each_called(call, layers), x))
+
     def a_codebook_between_two_stacks():
         """What is read before it, and by a loss at the end, is held for long."""
         layers, codes = perceptrons(6), nn.Parameter(torch.randn(128, 64))
@@ -1600,11 +1606,28 @@ PYRAMIDS = {
     ],
     "stages": lambda: [convolution(3, 16, 7, 2), *(Bottleneck(*stage) for stage in STAGES)],
 }
+SMALL_LAYERS = [
+    lambda: (nn.Linear(64, 64), nn.Tanh()),
+    lambda: (nn.Linear(64, 64), nn.ReLU()),
+    lambda: (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)),
+]
+LAST_OPERATORS = [
+    torch.sum,
+    lambda y: y.square().sum(),
+    lambda y: y.square().mean(),
+    lambda y: nn.functional.mse_loss(y, torch.zeros_like(y)),
+    lambda y: nn.functional.cross_entropy(y[0], torch.arange(32)),
+    lambda y: nn.functional.cross_entropy(y.flatten(0, 1), torch.arange(256) % 64),
+]
 LAYOUTS = torch.contiguous_format, torch.channels_last
 LEAST = {"peak": 1}
 STACKS = [  # how much of torch's peak is needed at most, how far a plan may be off, words, options
     *((Stacks.adapters_beside_frozen_layers, 1.0, 0.05, (), how) for how in ({}, LEAST)),
     *((Stacks.layers_that_read_all_before_them, 1.01, 0.05, (), how) for how in ({}, LEAST)),
+    *(
+        (Stacks.layers_before_a_loss, 1.0, 0.05, words, {})
+        for words in itertools.product((1, 4), SMALL_LAYERS, LAST_OPERATORS)
+    ),
     *((Stacks.a_codebook_between_two_stacks, 1.0, 0.05, (), how) for how in ({}, LEAST)),
     *((Stacks.a_loss_at_each_layer, 1.0, 0.05, (), how) for how in ({}, LEAST)),
     *((Stacks.residual_convolutions, 1.0, 0.05, (), how) for how in ({}, LEAST)),
