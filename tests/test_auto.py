@@ -1610,12 +1610,14 @@ SMALL_LAYERS = [
     lambda: (nn.Linear(64, 64), nn.Tanh()),
     lambda: (nn.Linear(64, 64), nn.ReLU()),
     lambda: (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)),
+    lambda: (nn.Linear(64, 64, bias=False), nn.BatchNorm1d(32), nn.ReLU(inplace=True)),
 ]
 LAST_OPERATORS = [
     torch.sum,
     lambda y: y.square().sum(),
     lambda y: y.square().mean(),
     lambda y: nn.functional.mse_loss(y, torch.zeros_like(y)),
+    lambda y: nn.functional.l1_loss(y, torch.zeros_like(y)),
     lambda y: nn.functional.cross_entropy(y[0], torch.arange(32)),
     lambda y: nn.functional.cross_entropy(y.flatten(0, 1), torch.arange(256) % 64),
 ]
