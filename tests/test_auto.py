@@ -1628,7 +1628,7 @@ STACKS = [  # how much of torch's peak is needed at most, how far a plan may be 
     *((Stacks.layers_that_read_all_before_them, 1.01, 0.05, (), how) for how in ({}, LEAST)),
     *(
         (Stacks.layers_before_a_loss, 1.0, 0.05, words, {})
-        for words in itertools.product((1, 4), SMALL_LAYERS, LAST_OPERATORS)
+        for words in itertools.product((1, 3), SMALL_LAYERS, LAST_OPERATORS)
     ),
     *((Stacks.a_codebook_between_two_stacks, 1.0, 0.05, (), how) for how in ({}, LEAST)),
     *((Stacks.a_loss_at_each_layer, 1.0, 0.05, (), how) for how in ({}, LEAST)),
