@@ -2,9 +2,10 @@
 
 One walk over the steps of a path, the last one first, as autograd takes them. A step uses up the
 gradients of what it has made, and makes new ones of what it has read. Additions hand on the one
-that they get, and `cat` hands on views of it. Where a gradient is there already, from a later step,
-one of the two is added to the other in place, unless both are views or have other users. A view
-that takes a part out of a tensor, or expands it, makes a gradient as large as that tensor.
+that they get, `cat` hands on views of it, and `sum` one number, expanded. Where a gradient is there
+already, from a later step, one of the two is added to the other in place, unless both are views or
+have other users. A view that takes a part out of a tensor, or expands it, makes a gradient as large
+as that tensor.
 
 Invariant: a gradient is there from the step that makes it down to the last one that uses it.
 """
@@ -108,7 +109,7 @@ class Gradients:
             return
         size = max([self._sizes.get(number, 0) for number in (*dict(step.sizes), *written)])
         scratch = int(step.scratch * self._scale)
-        if not step.info.is_pointwise and any(gradient.nbytes < size for gradient in got):
+        if not step.info.is_pointwise and max([gradient.nbytes for gradient in got]) < size:
             scratch += size  # a kernel copies what `sum` has expanded
         self.spans.append((step.index + 1, step.index + 1, scratch))
         followed = self._followed(step)
