@@ -126,10 +126,10 @@ def _refined(stretch: Stretch, least: int, cuts: Cuts) -> tuple[int, Cuts]:
 
 def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
-    that needs more than `most`; elsewhere, these cuts, or all if that needs less, as where autograd
-    saves what a loss works with. What repeats may be two blocks, such as a layer and its loss: it
-    is cut in two if that needs less. Where little repeats, nobody knows where users would begin
-    their blocks."""
+    that needs more than `most`; elsewhere, these cuts, or all positions if that needs less, since
+    autograd itself saves what a loss works with. What repeats may be two blocks, such as a layer
+    and its loss: it is cut in two if that needs less. Where little repeats, nobody knows where
+    users would begin their blocks."""
     peak, count = 0, stretch.model.count
     runs = [run for run in stretch.blocks if stretch.are_alike(run)]
     if sum([run[-1] - run[0] for run in runs]) < _MAIN_PART * count:
@@ -142,8 +142,7 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
         parts = _bare(stretch, placed.union(stretch.middles(run)))
         best = min(blocks, parts, key=_peak_of)
         peak, cuts = best.peak, best.cuts
-    inside = [range(run[0], run[-1] + 1) for run in runs]
-    everywhere = _bare(stretch, {*stretch.positions}.difference(*inside).union(cuts))
+    everywhere = _bare(stretch, _at_blocks(runs, stretch.positions).union(cuts))
     if everywhere.peak < peak:
         peak, cuts = everywhere.peak, everywhere.cuts
     return peak, cuts

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from .stretch import Stretch
 
-PRECISION = 256  # a least peak is found up to this part of it
+PRECISION = 256  # a least peak is found to one part in so many
 Cuts = Sequence[int]  # the first step of each segment but the first
 
 

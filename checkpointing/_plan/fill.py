@@ -103,7 +103,8 @@ class Filling:
 
     def _simulate(self) -> None:
         """Find what runs again, and the peaks."""
-        [*self._find_windows()]
+        for _ in self._find_windows():
+            pass
         self._find_peaks()
 
     def _find_peaks(self) -> None:

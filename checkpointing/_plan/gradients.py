@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 
-from .. import _torch
 from .._record import Path, Step
 
 Span = tuple[int, int, int]  # the first and the last position, and bytes
@@ -121,7 +120,7 @@ class Gradients:
             if extent in self._sizes and extent not in written:
                 nbytes = self._sizes[extent]
                 is_same = step.info.base in _ADDITIONS and nbytes == size
-                shares = is_same or step.info.base in (*_torch.JOINS, "sum")
+                shares = is_same or step.info.base in _SHOWN
                 self._give(extent, got[0] if shares else Gradient(nbytes, step.index), step.index)
         self._drop(used, step.index)
 
@@ -162,3 +161,4 @@ class Gradients:
 
 
 _ADDITIONS = ("add", "add_", "clone")
+_SHOWN = ("cat", "stack", "sum")  # what these hand on is a view of the gradient that they get

@@ -149,7 +149,7 @@ def _in_small_budget(stretch: Stretch, budget: int, enough: Plan) -> Plan:
     plans = (_in_pieces(stretch, n) for n in [budget, *[n for n in halves if n < budget]])
     best = next((plan for plan in plans if plan.peak <= enough.peak), enough)
     larger = [_in_pieces(stretch, n) for n in halves if n > budget]
-    # Of those with the least peak, up to what a bisection leaves open, the first one is taken.
+    # Peaks that differ by less than the precision of bisection are the same: the first one counts.
     found = [*larger, enough] if best is enough else [best, *larger]
     least = min([plan.peak for plan in found])
     return next(plan for plan in found if plan.peak <= least + least // PRECISION)

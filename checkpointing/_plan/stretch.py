@@ -36,8 +36,8 @@ class Stretch:
         dear = [m for m in memories if not m.is_cheap]
         self.dear = {m.number for m in dear}
         self.reads = [(*filter(self.dear.__contains__, read),) for read in model.reads]
-        # Of as many bytes, few memories are better than many. What nothing reads stays where it is
-        # made, such as a mask.
+        # Of as many bytes, few memories are better than many. What nothing reads, such as a mask,
+        # crosses no cut.
         spans = [
             (m.maker + 1, m.last_read, m.cost + _PER_MEMORY)
             for m in dear

@@ -68,7 +68,6 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
 _CONVOLUTION = torch.ops.aten.convolution.default
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
-JOINS = ("cat", "stack")
 # Derivatives that are several operators: what these make on the way, in sizes of what is read.
 _DERIVATIVES = {
     "abs": 1,
