@@ -550,6 +550,23 @@ def sums():
     return run, [x], []
 
 
+def rows():
+    """A loss, and rows that are each made from the one above it. Autograd has saved that, so these
+    can't have gradients: no part of their memory can be kept, and no window starts from less."""
+    x = torch.rand(8, 8, dtype=torch.float64, requires_grad=True)
+    held = []
+
+    def run():
+        loss = x.square().sum()
+        y = torch.zeros_like(x)
+        for i in range(8):
+            y[i] = (x[i] * (y[i - 1] if i else 1)).tanh()
+        held.append(y)
+        return loss
+
+    return run, [x], []
+
+
 def draw(row, *others):
     row.uniform_()
 
@@ -605,6 +622,7 @@ NESTINGS = {
 SCHEDULES = [(net, "scope", budget) for budget in (None, 6000, 13_000)]
 SCHEDULES += [(in_place, "scope", budget) for budget in (None, 2100, 1)]
 SCHEDULES += [(sums, "scope", budget) for budget in (None, 3000, 25_000)]
+SCHEDULES += [(rows, "scope", budget) for budget in (None, 0)]
 SCHEDULES += [
     (functools.partial(split_twice, how), "scope", budget)
     for how in WRITES

@@ -203,7 +203,9 @@ def _split(group: Group, choice: Filling, budget: int, peak: int) -> int:
     if stretch.cost(stretch.dear & stretch.saved.keys()) <= budget:
         return need
     found = choose_first(stretch, budget)
-    if found.peak >= need:  # its parts would be split in vain, too
+    # With nothing new to start from, a part may be the whole group; and the parts of what needs no
+    # less would be split in vain, too.
+    if not found.kept or found.peak >= need:
         return need
     group.split(part.values(found.kept), [part.first + cut for cut in found.cuts])
     return _split_all(group.parts, found, budget, peak)
