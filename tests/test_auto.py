@@ -714,8 +714,9 @@ def test_the_warning_is_at_the_users_line_and_names_the_scope(options, said):
 @pytest.mark.parametrize("options", [{"budget": 10**9}, {"peak": 10**9}], ids=str)
 def test_nothing_is_done_or_said_where_everything_fits(options):
     """A budget is not a demand; nor is a block that ends in an exception."""
-    loss, _ = known(units(50), **options)
-    assert count(loss.backward).get("tanh", 0) == 0
+    for n in (49, 50, 54):  # plain code's peak is found to the byte
+        loss, _ = known(units(n), **options)
+        assert count(loss.backward).get("tanh", 0) == 0
     with pytest.raises(ZeroDivisionError), checkpoint_scope(policy=auto(budget=10)):
         units(50)()
         raise ZeroDivisionError
@@ -1777,6 +1778,36 @@ def test_the_gradients_of_parts_and_of_expanded_tensors_are_predicted(build):
     oracle.with_gradients(model.parameters())
     most = 0.1 if build is Shown.keys_for_several_queries else 0.02
     assert predicted(lambda: run().square().mean()) == pytest.approx(1, rel=most)
+
+
+class Read:
+    """What reads a matrix twice, first and last first in backward."""
+
+    def table_and_head(w):
+        return nn.functional.linear(nn.functional.embedding(torch.arange(8), w), w)
+
+    def table_and_head_in_bfloat16(w):
+        with torch.autocast("cpu", torch.bfloat16):
+            return Read.table_and_head(w).float()
+
+    def table_for_two_towers(w):
+        return nn.functional.embedding(torch.arange(8), w) * nn.functional.embedding(
+            torch.arange(8) + 9, w
+        )
+
+    def products(w):
+        return ((torch.ones(1, 2000) @ w).tanh() @ w.t()).tanh()
+
+    def products_with_the_transposed(w):
+        return (torch.ones(1, 64) @ w.t()).tanh() @ w
+
+
+@pytest.mark.parametrize("read", [value for name, value in vars(Read).items() if name[0] != "_"])
+def test_the_sum_of_two_gradients_is_predicted(read):
+    """It is a third one, beside both, only where autograd has the first one as a view."""
+    w = nn.Parameter(torch.randn(2000, 64))
+    oracle.with_gradients([w])
+    assert predicted(lambda: read(w).square().mean()) == pytest.approx(1, rel=0.02)
 
 
 def test_what_a_window_starts_from_is_there_until_all_that_it_makes_is_used():

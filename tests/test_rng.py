@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside import Code
-from oracle import DOORS, EACH_DOOR, NO_ROOM, same_bits
+from oracle import DOORS, EACH_DOOR, NO_ROOM, memory_of, same_bits
 from torch import nn
 
 from checkpointing import checkpoint_scope, forward_only
@@ -212,3 +212,17 @@ def outcomes():
 def test_on_an_accelerator(outcomes, kind, case):
     """Beside the CPU, a device with a stream of its own."""
     assert outcomes[kind][case] is None, f"\n{outcomes[kind][case]}"
+
+
+@pytest.mark.parametrize(("dropout_p", "states"), [(0.0, 0), (0.5, 4)])
+def test_attention_without_dropout_holds_no_random_state(dropout_p, states):
+    q, size = torch.randn(1, 2, 8, 4, requires_grad=True), torch.get_rng_state().nbytes
+
+    def forward():
+        y = q
+        with checkpoint_scope():
+            for _ in range(4):
+                y = F.scaled_dot_product_attention(y, y, y, dropout_p=dropout_p)
+        return y.sum()
+
+    assert memory_of(forward).held // size == states

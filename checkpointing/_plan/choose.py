@@ -71,7 +71,7 @@ def choose_within(stretch: Stretch, budget: int) -> Filling:
     low, high = 0, _MOST_PEAKS
     while best.nbytes <= budget and low < high:
         middle = (low + high + 1) // 2
-        tried = _filled(cutting, cuts, int(least * ratio ** (middle / _MOST_PEAKS)))
+        tried = _filled(cutting, cuts, round(least * ratio ** (middle / _MOST_PEAKS)))
         if tried.nbytes <= budget:
             low, best = middle, tried
         else:

@@ -46,9 +46,9 @@ class Gradients:
         self._path, self._parameters, self._ends, self._scale = path, parameters, ends, scale
         self.spans: list[Span] = []  # of what backward makes, but for parameters
         self.memories: set[int] = set()  # that have a gradient
-        # By memory of a parameter: the steps that read it, last first, and the bytes that the
-        # backward of each has used up.
-        self._uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        # By memory of a parameter: the steps that read it, last first, the bytes that the backward
+        # of each has used up, and whether the gradient that it makes is a view.
+        self._uses: dict[int, list[tuple[int, int, bool]]] = defaultdict(list)
         self._there: dict[int, Gradient] = {}  # by extent
         self._sizes = {**sizes}  # by extent
         # By step that is a view of parts of a tensor: the parts, and that tensor.
@@ -67,15 +67,16 @@ class Gradients:
         on, they get one from another backward before this one."""
         for number, uses in self._uses.items():
             nbytes = self._parameters[number]
-            (last, _), *others = uses
+            (last, _, is_view), *others = uses
             if number in waiting:
                 yield 0, last if last < retained else len(self._path.steps), nbytes
             elif others:  # the sum over all uses waits for the first one
                 yield uses[-1][0] + 1, last, nbytes
-            for index, _ in uses:
+            for index, *_ in uses:
                 yield index + 1, index + 1, nbytes
-            # Each new sum is a third one, beside both parts. What the step has used is free then.
-            for index, used in others:
+            # Others are added to the first one in place, but if that is a view, the first sum is a
+            # third one, beside both parts. What the step has used is free then.
+            for index, used, _ in others[:1] if is_view else ():
                 yield index + 1, index + 1, max(0, nbytes - used)
 
     def _find_parts(self, step: Step) -> None:
@@ -112,9 +113,12 @@ class Gradients:
             scratch += size  # a kernel copies what `sum` has expanded
         self.spans.append((step.index + 1, step.index + 1, scratch))
         followed = self._followed(step)
-        for number in followed & self._parameters.keys():
-            self._uses[number].append((step.index, sum([gradient.nbytes for gradient in used])))
         read = [cell for cell, _ in step.reads if self._path.memory_of[cell] in followed]
+        # As that of a transposed weight. The gradient of a part is put into one of the whole.
+        views = {self._path.extent[cell] for cell in read if cell in self._path.views}
+        for number in followed & self._parameters.keys():
+            nbytes = sum([gradient.nbytes for gradient in used])
+            self._uses[number].append((step.index, nbytes, number in views))
         # An operator that is never replayed has no reads: all of each memory counts.
         for extent in [self._path.extent[cell] for cell in read] or followed:
             if extent in self._sizes and extent not in written:

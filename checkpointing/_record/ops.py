@@ -68,6 +68,8 @@ class Info:
         if self.communicates:  # its schema does not show its writes
             self.targets = (0, "out") if self.base.endswith("_") else ("out",)
         places = {argument.name: place for place, argument in enumerate(schema.arguments)}
+        # Attention draws only with dropout.
+        self.may_not_draw = self.custom or "dropout_p" in places
         # The place of an offset from the beginning of the storage.
         self.offset = places.get("storage_offset")
         # The place of a random state that is in no generator. cuDNN writes it, which its schema
