@@ -44,6 +44,24 @@ class Convolving(nn.Sequential):
         super().__init__(nn.Conv1d(32, 32, 3, padding=1), nn.BatchNorm1d(32), nn.ReLU())
 
 
+@torch.library.custom_op("fakes::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda ctx, grad: grad * 2)
+
+
+class Attending(Block):
+    """By torch's kernel, with dropout and without, and an operator that torch does not know."""
+
+    def forward(self, x):
+        for dropout in (0.0, 0.1):
+            x = nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
+        return twice(super().forward(x)).sin()
+
+
 def whole(**options):
     def run(blocks, x):
         with checkpoint_scope(**options) as run.scope:
@@ -97,6 +115,7 @@ def measured(name, kind=Block, forward="real", backward="real"):
 
 MODELS = [(name, Block) for name in WAYS if name != "plain"]
 MODELS += [("auto", Routed), ("scope", Convolving), ("auto", Convolving)]
+MODELS += [("scope", Attending), ("auto", Attending)]
 
 
 @pytest.mark.parametrize(("name", "kind"), MODELS)

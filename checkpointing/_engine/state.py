@@ -58,9 +58,10 @@ class Generators:
 
     def have_moved(self) -> bool:
         """Whether one of them has been used since; always True with those of Python and NumPy."""
-        return self._python or any(
-            not torch.equal(state, getter()) for _, getter, state in self._rngs
-        )
+        with _torch.unseen_by_modes():  # these are no fake tensors
+            return self._python or any(
+                not torch.equal(state, getter()) for _, getter, state in self._rngs
+            )
 
     def enter(self, undo: Undo) -> None:
         """Go back to this moment. `undo` gets the functions that return, unless it has an older

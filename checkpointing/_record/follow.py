@@ -169,7 +169,8 @@ class Follower(TorchDispatchMode, Position, Region):
                 self._prepare(step, args, kwargs)
             if step.writes:
                 self._before_write(step, args, kwargs)
-            if step.draws:
+            draws = step.draws and step.info.draws(args, kwargs)
+            if draws:
                 state = store.generators(step, args, kwargs)
             result = step.run(*args, **kwargs)
             step = self._take(step, args, kwargs, result)
@@ -177,7 +178,7 @@ class Follower(TorchDispatchMode, Position, Region):
             self._has_failed(step, args, kwargs)
             raise
         self._go_to(step)
-        if step.draws and store.has_drawn(step, state):
+        if draws and store.has_drawn(step, state):
             self._later += [partial(self._obey, True, tensor) for tensor in tensors_of(result)]
         self._has_run(step, args, kwargs, result)
         self._decide(step, args, kwargs, result)

@@ -68,8 +68,7 @@ class Info:
         if self.communicates:  # its schema does not show its writes
             self.targets = (0, "out") if self.base.endswith("_") else ("out",)
         places = {argument.name: place for place, argument in enumerate(schema.arguments)}
-        # Attention draws only with dropout.
-        self.may_not_draw = self.custom or "dropout_p" in places
+        self.dropout = None if self.custom else places.get("dropout_p")
         # The place of an offset from the beginning of the storage.
         self.offset = places.get("storage_offset")
         # The place of a random state that is in no generator. cuDNN writes it, which its schema
@@ -84,6 +83,12 @@ class Info:
         # Without tensors, they belong to torch's profiler, or to other processes.
         self.is_passed = self.base in PASSED or "Tensor" not in types
         self.plain = PLAIN if _OTHER_LISTS.search(types) else PLAIN | {list}
+
+    def draws(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether a call with these arguments may draw. Attention does only with dropout."""
+        if self.dropout is None:
+            return self.may_draw
+        return bool(by_place(args, kwargs).get(self.dropout))
 
     def targets_of(self, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that a call with these arguments may write, statistics included."""

@@ -289,7 +289,7 @@ class Store:
 
     def has_drawn(self, step: Step, state: Any) -> bool:
         """Note from where random numbers were drawn. Returns whether to keep them instead."""
-        if state is not None and step.info.may_not_draw and not state.have_moved():
+        if step.info.custom and not state.have_moved():
             return False
         if self.preserve_rng_state:
             self.random[step.index] = state
