@@ -132,17 +132,25 @@ def step_of(forward: Any, device: str = "cpu") -> Measured:
 
 
 def counted(run: Any, device: str) -> Any:
-    """The result; the live bytes after each of the profiler's memory events, of which there is one
-    for each block allocated or freed; and the operations."""
+    """The result, the live bytes and the operations. In a mode, tensors have Python objects, so
+    autograd adds no gradients of shared parameters in place."""
+    with Flops() as flops:  # type: ignore[no-untyped-call]
+        result, live = traced(run, device)
+    return result, live, flops.total
+
+
+def traced(run: Any, device: str = "cpu") -> Any:
+    """The result, and the live bytes after each of the profiler's memory events, of which there is
+    one for each block allocated or freed."""
     memory: Any = torch.profiler.profile(profile_memory=True)
-    with memory, Flops() as flops:  # type: ignore[no-untyped-call]
+    with memory:
         result = run()
     changes = [
         event.nbytes()
         for event in sorted(memory.profiler.kineto_results.events(), key=lambda e: e.start_ns())
         if (event.name(), event.device_type().name) == ("[memory]", device.upper())
     ]
-    return result, [*accumulate(changes, initial=0)], flops.total
+    return result, [*accumulate(changes, initial=0)]
 
 
 def training(way: Any, options: Any) -> Any:
