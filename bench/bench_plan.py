@@ -275,25 +275,23 @@ def scoped(forward, **options):
 
 
 def measured(row, **options):
-    """Peaks and recompute of a step: plain, torch's, and ours: the first step and a later one. What
-    is predicted is the peak of one in which operations are not counted."""
+    """Peaks and recompute of a step: plain, torch's, and ours: the first step and a later one. The
+    function that is returned has the peak of a step in which operations are not counted."""
     clear_programs()  # all rows have one call site, whose program knows the bytes of its first run
     forward, by_hand, *clear = row()
     run = scoped(forward, **options)
 
-    def step(call):
+    def step(call, measure=step_of):
         for each in clear:
             each()
-        return step_of(call)
+        return measure(call)
 
     step(forward)
     first = step(run)
     for _ in range(2):
         step(run)
     steps = {"plain": step(forward), "torch": step(by_hand), "first": first, "auto": step(run)}
-    for each in clear:
-        each()
-    _, live = traced(lambda: run().backward())
+    _, live = step(lambda: run().backward(), traced)
     run.peak = max(live)
     return steps, run
 

@@ -1781,7 +1781,7 @@ def test_the_gradients_of_parts_and_of_expanded_tensors_are_predicted(build):
 
 
 class Read:
-    """What reads a matrix twice, first and last first in backward."""
+    """Programs that read a matrix twice."""
 
     def table_and_head(w):
         return nn.functional.linear(nn.functional.embedding(torch.arange(8), w), w)
@@ -1791,9 +1791,8 @@ class Read:
             return Read.table_and_head(w).float()
 
     def table_for_two_towers(w):
-        return nn.functional.embedding(torch.arange(8), w) * nn.functional.embedding(
-            torch.arange(8) + 9, w
-        )
+        rows = [nn.functional.embedding(torch.arange(8) + n, w) for n in (0, 9)]
+        return rows[0] * rows[1]
 
     def products(w):
         return ((torch.ones(1, 2000) @ w).tanh() @ w.t()).tanh()

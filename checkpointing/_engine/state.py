@@ -58,7 +58,7 @@ class Generators:
 
     def have_moved(self) -> bool:
         """Whether one of them has been used since; always True with those of Python and NumPy."""
-        with _torch.unseen_by_modes():  # these are no fake tensors
+        with _torch.unseen_by_modes():  # states are real tensors, also beside fake ones
             return self._python or any(
                 not torch.equal(state, getter()) for _, getter, state in self._rngs
             )

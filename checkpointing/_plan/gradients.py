@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
 
 from .._record import Path, Step
 
@@ -26,6 +27,14 @@ class Gradient:
     def __init__(self, nbytes: int, index: int) -> None:
         self.nbytes, self.index = nbytes, index
         self.users = 0  # tensors of which it is the gradient, or has that as a part
+
+
+class Use(NamedTuple):
+    """The backward of a step that reads a parameter."""
+
+    step: int
+    used: int  # bytes of the gradients that it uses up
+    makes_view: bool  # of a new tensor, as for a transposed weight
 
 
 class Gradients:
@@ -46,9 +55,8 @@ class Gradients:
         self._path, self._parameters, self._ends, self._scale = path, parameters, ends, scale
         self.spans: list[Span] = []  # of what backward makes, but for parameters
         self.memories: set[int] = set()  # that have a gradient
-        # By memory of a parameter: the steps that read it, last first, the bytes that the backward
-        # of each has used up, and whether the gradient that it makes is a view.
-        self._uses: dict[int, list[tuple[int, int, bool]]] = defaultdict(list)
+        # By memory of a parameter, the last step first.
+        self._uses: dict[int, list[Use]] = defaultdict(list)
         self._there: dict[int, Gradient] = {}  # by extent
         self._sizes = {**sizes}  # by extent
         # By step that is a view of parts of a tensor: the parts, and that tensor.
@@ -67,17 +75,18 @@ class Gradients:
         on, they get one from another backward before this one."""
         for number, uses in self._uses.items():
             nbytes = self._parameters[number]
-            (last, _, is_view), *others = uses
+            last, *others = uses
             if number in waiting:
-                yield 0, last if last < retained else len(self._path.steps), nbytes
+                yield 0, last.step if last.step < retained else len(self._path.steps), nbytes
             elif others:  # the sum over all uses waits for the first one
-                yield uses[-1][0] + 1, last, nbytes
-            for index, *_ in uses:
-                yield index + 1, index + 1, nbytes
-            # Others are added to the first one in place, but if that is a view, the first sum is a
-            # third one, beside both parts. What the step has used is free then.
-            for index, used, _ in others[:1] if is_view else ():
-                yield index + 1, index + 1, max(0, nbytes - used)
+                yield uses[-1].step + 1, last.step, nbytes
+            for use in uses:
+                yield use.step + 1, use.step + 1, nbytes
+            # Autograd adds gradients to the one that it has, in place. Where that is a view, the
+            # sum is a third tensor, beside both; what the step has used is free by then.
+            if others and last.makes_view:
+                at = others[0].step + 1
+                yield at, at, max(0, nbytes - others[0].used)
 
     def _find_parts(self, step: Step) -> None:
         """Find the parts that a view takes out of a tensor, if it does, and their bytes."""
@@ -114,11 +123,11 @@ class Gradients:
         self.spans.append((step.index + 1, step.index + 1, scratch))
         followed = self._followed(step)
         read = [cell for cell, _ in step.reads if self._path.memory_of[cell] in followed]
-        # As that of a transposed weight. The gradient of a part is put into one of the whole.
+        # Of parameters that it reads as a whole: the gradient of a part is put into one of all.
         views = {self._path.extent[cell] for cell in read if cell in self._path.views}
         for number in followed & self._parameters.keys():
             nbytes = sum([gradient.nbytes for gradient in used])
-            self._uses[number].append((step.index, nbytes, number in views))
+            self._uses[number].append(Use(step.index, nbytes, number in views))
         # An operator that is never replayed has no reads: all of each memory counts.
         for extent in [self._path.extent[cell] for cell in read] or followed:
             if extent in self._sizes and extent not in written:

@@ -203,8 +203,8 @@ def _split(group: Group, choice: Filling, budget: int, peak: int) -> int:
     if stretch.cost(stretch.dear & stretch.saved.keys()) <= budget:
         return need
     found = choose_first(stretch, budget)
-    # With nothing new to start from, a part may be the whole group; and the parts of what needs no
-    # less would be split in vain, too.
+    # If nothing is kept, a part may be the whole group again. If the parts need no less, they would
+    # be split in vain, too.
     if not found.kept or found.peak >= need:
         return need
     group.split(part.values(found.kept), [part.first + cut for cut in found.cuts])

@@ -68,6 +68,8 @@ class Info:
         if self.communicates:  # its schema does not show its writes
             self.targets = (0, "out") if self.base.endswith("_") else ("out",)
         places = {argument.name: place for place, argument in enumerate(schema.arguments)}
+        # The place of the rate at which attention drops, which draws nothing without one. (With
+        # custom operators, generators are compared.)
         self.dropout = None if self.custom else places.get("dropout_p")
         # The place of an offset from the beginning of the storage.
         self.offset = places.get("storage_offset")
@@ -85,7 +87,7 @@ class Info:
         self.plain = PLAIN if _OTHER_LISTS.search(types) else PLAIN | {list}
 
     def draws(self, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether a call with these arguments may draw. Attention does only with dropout."""
+        """Whether a call with these arguments may draw random numbers."""
         if self.dropout is None:
             return self.may_draw
         return bool(by_place(args, kwargs).get(self.dropout))
