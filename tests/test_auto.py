@@ -1076,8 +1076,8 @@ class Steps:
 
     def blocks_in_place():
         """What an addition has handed its gradient on to has none of its own."""
-        layers = nn.ModuleList(Added(8) for _ in range(4))
-        return layers, one_scope(layers, torch.randn(8, 8, 32, 32))
+        layers = nn.ModuleList(Added(16) for _ in range(4))
+        return layers, one_scope(layers, torch.randn(8, 16, 32, 32))
 
 
 def one_scope(layers, x):

@@ -7,4 +7,4 @@ same one.
 from .groups import Group
 from .outlook import Block, Cost, Outlook
 from .plan import Plan, attach, plan_of
-from .windows import Found, Instruction, Window
+from .windows import Instruction, Window

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any, TypeVar
 
-from .._record import Path, Slot, Value
+from .._record import Path, Slice, Slot, Value
 from .windows import Window
 
 T = TypeVar("T")
@@ -40,7 +40,9 @@ class Group:
         """The window for some of its slots, found when it is opened for the first time."""
         slots = tuple(slots)
         return _found(
-            self._windows, slots, lambda: Window(self.path, self._targets(slots), self._without)
+            self._windows,
+            slots,
+            lambda: Window(self.path, self._targets(slots), self._slice_of(slots)),
         )
 
     def split(self, values: Iterable[Value], cuts: Iterable[int]) -> Path:
@@ -63,20 +65,26 @@ class Group:
         return _found(self._needs, slots, lambda: self._find_needs(slots))
 
     def _find_needs(self, slots: tuple[int, ...]) -> Needs:
+        order, starts, _ = self._slice_of(slots)
         values = {slot.value for slot in self._targets(slots).values()}
-        order, starts, _ = self.path.slice_of(values, self._without)
         randoms: Set[int] = {index for index in order if self.path.steps[index].draws}
         for part, mine in self.parts_of(slots):
             sources, drawn = part.needs(mine)
             starts, randoms = starts | (sources - values), randoms | drawn
         return starts, randoms
 
+    def _slice_of(self, slots: tuple[int, ...]) -> Slice:
+        """What the window of some of its slots runs. It starts from no kept value from which that
+        of all slots can't start, so what a run has to hold does not depend on which slots are
+        opened together."""
+        if len(slots) == len(self.slots):
+            return self._whole
+        values = [slot.value for slot in self._targets(slots).values()]
+        return self.path.slice_of(values, self._whole.without)
+
     @cached_property
-    def _without(self) -> Set[Value]:
-        """Kept values from which no window starts, because the window of all slots can't. So what a
-        run has to hold does not depend on which slots are opened together."""
-        targets = self._targets(self.slots).values()
-        return self.path.slice_of([target.value for target in targets]).without
+    def _whole(self) -> Slice:
+        return self.path.slice_of([slot.value for slot in self._targets(self.slots).values()])
 
     def _targets(self, slots: Iterable[int]) -> Mapping[int, Slot]:
         """What the window of some of its slots makes: these, or what the parts start from and no

@@ -9,20 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._record import BROUGHT_BACK, First, Known, Like, Parts, Path, Slot, Step, Value
+from .._record import BROUGHT_BACK, First, Known, Like, Parts, Path, Slice, Slot, Step, Value
 
-
-class Found(NamedTuple):
-    """A target that a window has made."""
-
-    number: int
-    place: int
-    part: int  # of a memory, or the whole: what a write may change with it
+# A target that a window has made: its number, its place, and the part of a memory, or the whole,
+# that a write may change with it. (No class: the garbage collector forgets tuples of integers.)
+Found = tuple[int, int, int]
 
 
 class Instruction:
@@ -60,10 +56,9 @@ class Instruction:
 class Window:
     """The instructions that make some values, over a table of tensors and constants."""
 
-    def __init__(self, path: Path, targets: Mapping[int, Slot], without: Set[Value]) -> None:
-        """It starts from no kept value in `without`."""
+    def __init__(self, path: Path, targets: Mapping[int, Slot], found: Slice) -> None:
         self.path, self.targets = path, targets
-        order, starts, _ = path.slice_of([slot.value for slot in targets.values()], without)
+        order, starts, _ = found
         steps = [path.steps[index] for index in order]
         self.counted = sum(step.is_counted for step in steps)
         # Statistics are not updated again.
@@ -126,16 +121,15 @@ class Window:
         wanted: dict[int, list[Found]] = defaultdict(list)  # by step
         for number, slot in self.targets.items():
             index = -1 if slot.value in starts else self.path.there_after(slot.value)
-            found = Found(number, self._place_of(slot.value), part_of[slot.cell])
-            wanted[index].append(found)
+            wanted[index].append((number, self._place_of(slot.value), part_of[slot.cell]))
         self.at_once = wanted[-1]
-        exposed = {found.part for found in self.at_once}
+        exposed = {part for *_, part in self.at_once}
         for instruction in self.instructions:
             written = {part_of[cell] for cell in instruction.step.targets}
             instruction.writes = tuple(written & exposed)
             instruction.is_quick &= not instruction.writes
             instruction.wanted = tuple(wanted[instruction.index])
-            exposed.update([found.part for found in instruction.wanted])
+            exposed.update([part for *_, part in instruction.wanted])
 
     def _parts(self) -> dict[int, int]:
         """By cell that is written or wanted: its memory. Where an operator has split that, and
@@ -154,7 +148,7 @@ class Window:
         later = {*range(self._tensors, len(self.table))}  # constants are never dropped
         for instruction in reversed(self.instructions):
             places = {*_flatten(instruction.places), *instruction.results}
-            places.update([found.place for found in instruction.wanted])
+            places.update([place for _, place, _ in instruction.wanted])
             instruction.dead = tuple(places - later)
             later |= places
 

@@ -6,7 +6,7 @@ slots, values and numbers are those of this step.
 
 from .follow import shapes_of
 from .ops import tensors_of
-from .path import Path
+from .path import Path, Slice
 from .pieces import Ends, size_pieces
 from .program import (
     BROUGHT_BACK,

@@ -78,14 +78,21 @@ class Memories:
             self.add_hold(asked)
 
     def add_first(self, first: First) -> None:
-        memory = self._memories.setdefault(first.memory, Memory(first.memory, OUTSIDE))
-        memory.state, memory.is_met = OUTSIDE, True
+        memory = self._set_state(first.memory, OUTSIDE)
+        memory.is_met = True
         memory.is_parameter |= first.is_parameter
         memory.is_saved |= first.is_parameter
         memory.is_lent |= first.is_lent
         self._add_cell(first.cell, memory)
         if first.refers is not None:
             self.add_hold(first.refers)
+
+    def _set_state(self, number: int, state: str) -> Memory:
+        memory = self._memories.get(number)
+        if memory is None:
+            memory = self._memories[number] = Memory(number, state)
+        memory.state = state
+        return memory
 
     def add_hold(self, asked: Hold) -> None:
         if not asked.is_hidden:
@@ -95,7 +102,7 @@ class Memories:
         """Learn what a step has changed."""
         self.at = step, 0
         for number, state in step.states:
-            self._memories.setdefault(number, Memory(number, state)).state = state
+            self._set_state(number, state)
         self._alive.update(dict(step.sizes))
         self._alive.difference_update(step.gone)
         for number in step.writes:
