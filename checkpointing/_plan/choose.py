@@ -7,7 +7,7 @@ least peak, with room for what parts without grad mode hand on, up to 1.5 times 
 frozen layers hand on, if that is little beside their work. Under it, the least recompute is taken
 among a few ways to cut, each filled. Where operators are so small that keeping their results takes
 longer than running them again, only what the cuts need is kept. In the end, cuts that make no
-difference to the peak go, and all that autograd saves is kept if that needs less. Where blocks wait
+difference to the peak go. Where blocks wait
 for backward while others run, what they keep is there, too: of a few ways, the one is taken whose
 peak and kept bytes, once for each of these blocks, are the least in sum.
 
@@ -51,9 +51,6 @@ def choose(stretch: Stretch, peak: int | None = None, parts: int = 0) -> Filling
         if bare.peak <= target and bare.time() < best.time():
             best = bare
     best.join(target if peak is None else 0)
-    if peak is None:
-        # Windows may make what plain code does not save, and so need more than it.
-        best = min(best, _all_saved(stretch), key=_peak_of)
     if peak is None and parts:
         placed = tight, cuts, _at_blocks(stretch.blocks, cuts), ()
         found = [best, *[_bare(stretch, each) for each in placed]]
@@ -93,13 +90,6 @@ def _bare(stretch: Stretch, cuts: Iterable[int]) -> Filling:
     """These cuts, with what they need and no more."""
     filling = Filling(stretch, sorted({*cuts} - {0, stretch.model.count}))
     filling.cut_and_drop()
-    return filling
-
-
-def _all_saved(stretch: Stretch) -> Filling:
-    """As in plain code: all that autograd saves is kept."""
-    filling = Filling(stretch, ())
-    filling.keep(n for n in stretch.saved if stretch.memories[n].final <= stretch.model.count)
     return filling
 
 

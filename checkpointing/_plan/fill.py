@@ -223,21 +223,18 @@ class Filling:
         self.cut_and_drop()
         for _ in range(_ROUNDS):  # each may make room for the next, or cuts free
             before, ends, peak = {*self.kept}, self.ends, max(self.peaks)
-            for is_careful in (False, True):
-                self._fill(is_careful)
-                if self.kept == before:
-                    return
-                self.cut_and_drop()
-                if max(self.peaks) <= max(self.most, peak):
-                    break
+            self._fill()
+            if self.kept == before:
+                return
+            self.cut_and_drop()
+            if max(self.peaks) > max(self.most, peak):
                 # What a window starts from stays until all that it makes is used: perhaps for
                 # longer than if the window had made that, too.
-                self.kept, self.ends = {*before}, ends
+                self.kept, self.ends = before, ends
                 self._simulate()
-            else:
                 return
 
-    def _fill(self, is_careful: bool) -> None:
+    def _fill(self) -> None:
         """Take the steps whose results save most, as long as there is room for them. Of equal ones
         the last is held for the shortest time; within a window it is the first, so that what
         remains is at the end, where no replay has to come by it again."""
@@ -248,8 +245,7 @@ class Filling:
         def first_beside(index: int) -> int:
             """The first segment that gets more to hold if the results of a step are kept: mostly,
             its own makes them anyway. A graph that is retained has them to the end."""
-            first = bisect_right(self.ends, min(index, self.model.retained - 1))
-            return first - 1 if is_careful else first
+            return bisect_right(self.ends, min(index, self.model.retained - 1))
 
         def has_room(index: int) -> bool:
             nbytes = self.stretch.cost(results[index])

@@ -41,11 +41,8 @@ class Stretch:
         spans = [
             (m.maker + 1, m.last_read, m.cost + _PER_MEMORY)
             for m in dear
-            if m.cost and m.last_read > m.maker
+            if m.last_read > m.maker
         ]
-        # A cut after what is still to be written (`x = norm(x); x *= mask`) is better.
-        writes = [m for m in dear if m.maker + 1 < m.final <= m.last_read]
-        spans += [(m.maker + 1, m.final - 1, m.cost) for m in writes]
         self.crossing = model.sums(spans)
         # A loop over rows or columns that it reads and overwrites stays whole: windows that begin
         # inside would begin with its first turn.
@@ -55,27 +52,25 @@ class Stretch:
         self.positions = self._candidates()
 
     def _candidates(self) -> list[int]:
-        """The ends, and positions that little crosses, or much less after the next step: in each
-        part, the one that the fewest bytes cross, and one before a step whose backward works with
-        about the most bytes, where a kernel allocates some of them (a convolution with a stride) or
-        they are twice as many as that of the step before: what was saved before should not be there
+        """The ends, and of the positions that no more crosses than the one before, in each part the
+        one that the fewest bytes cross, and one before a step whose backward works with about the
+        most bytes, such as a convolution with a stride: what was saved before should not be there
         then. Parts are even in steps and in saved bytes together, since a stem may save most of the
         bytes in a few steps."""
-        crossing, count = self.crossing, self.model.count
+        crossing, count, there = self.crossing, self.model.count, self._saved_before
+        backward, steps = self.model.backward, self.model.steps
+        most = max(backward)
         found = [
             p
             for p in range(1, count)
             if p not in self._in_loops
             and self.model.made[p - 1]
-            and _is_low(*crossing[p - 1 : p + 2])
+            and crossing[p] <= crossing[p - 1]
         ]
-        there, backward = self._saved_before, self.model.backward
-        most, steps = max(backward), self.model.steps
         best: dict[tuple[int, bool], int] = {}  # by part
         for p in sorted(found, key=crossing.__getitem__):
             far = p / count + there[p] / max(1, there[count])
-            before = 0 if steps[p].scratch else 2 * backward[p - 1]
-            is_demanding = backward[p] >= max(_ABOUT * most, before)
+            is_demanding = steps[p].scratch > 0 and backward[p] >= _ABOUT * most
             best.setdefault((int(far / 2 * _MOST_CANDIDATES), is_demanding), p)
         return [0, *sorted(best.values()), count]
 
@@ -84,10 +79,7 @@ class Stretch:
         """The steps at which the blocks begin that the program repeats, by run of repeats. Who
         checkpoints by hand takes blocks that save more than they begin with: not the products
         beside each other that make queries, keys and values."""
-        # What an activation has made is saved anyway: it is the end of a block.
-        after = {at + 1 for n, at in self.saved.items() if self.memories[n].maker == at}
-        costs = [(crossing, at not in after) for at, crossing in enumerate(self.crossing)]
-        found = repeats([step.func for step in self.model.steps], costs)
+        found = repeats([step.func for step in self.model.steps], self.crossing)
         return [run for run in found if self._are_worth_it(run)]
 
     def allow_cuts_at_blocks(self) -> None:
@@ -157,13 +149,7 @@ class Stretch:
         return sum([self.memories[number].cost for number in kept])
 
 
-def _is_low(before: int, here: int, after: int) -> bool:
-    """Whether this is no more than before, and no more than after it or much more than that."""
-    return here <= before and (here <= after or here >= _MUCH * after)
-
-
 _ALIKE = 1.5  # times the bytes that the smallest one saves
-_MUCH = 1.5  # times: a step that leaves so much less is worth a cut before it
 _ABOUT = 0.8  # of the most bytes that the backward of a step works with
 _OF_WORK = 0.2  # of the peak: what may be spent so that no work of a forward is repeated
 _MOST_CANDIDATES = 96
