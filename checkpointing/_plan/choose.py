@@ -50,7 +50,7 @@ def choose(stretch: Stretch, peak: int | None = None, parts: int = 0) -> Filling
         bare = _bare(stretch, cuts)
         if bare.peak <= target and bare.time() < best.time():
             best = bare
-    best.join(target if peak is None else 0)
+    best.join()
     if peak is None and parts:
         placed = tight, cuts, _at_blocks(stretch.blocks, cuts), ()
         found = [best, *[_bare(stretch, each) for each in placed]]

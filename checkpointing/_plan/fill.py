@@ -90,9 +90,9 @@ class Filling:
     def _work(self) -> float:
         return sum([self.model.work[index] for index in self.again])
 
-    def join(self, peak: int = 0) -> None:
+    def join(self) -> None:
         """Drop cuts that make no difference to the peak, because each window takes time."""
-        most, ends = max(peak, *self.peaks) * _SURE, [self.ends[-1]]
+        most, ends = max(self.peaks) * _SURE, [self.ends[-1]]
         for start, end in reversed([*pairwise(self.ends[:-1])]):
             if self._peak_of(start, ends[-1]) > most:
                 ends.append(end)

@@ -98,11 +98,7 @@ class Stretch:
         """What others need of frozen layers: steps that autograd does not follow, and that compute
         something or read what such steps have made. Nothing, if its part of the least peak is more
         than a fifth of their part of the work."""
-        made, is_frozen = set[int](), []
-        for index, step in enumerate(self.model.steps):
-            computes = step.flops or not made.isdisjoint(self.reads[index])
-            is_frozen.append(computes and not step.differentiated)
-            made.update(self.model.made[index] if is_frozen[-1] else ())
+        is_frozen = [not step.differentiated for step in self.model.steps]
         found, work = self._handed_on(is_frozen), self.model.work
         part = sum(compress(work, is_frozen)) / max(1.0, sum(work))
         return found if self.cost(found) <= part * _OF_WORK * least else set()
