@@ -154,8 +154,6 @@ class Filling:
         self._needed_at: dict[int, int] = {}
         # What windows make: a memory, the step that makes it, and the last one that needs it there.
         self._made_again: list[tuple[int, int, int]] = []
-        # What windows read that is made before their segment, and not kept: they run that, too.
-        self._from_before: set[int] = set()
         for start, end in reversed([*pairwise(self.ends)]):
             yield from self._go_down(start, end)
 
@@ -177,17 +175,14 @@ class Filling:
             made = self.model.made[index]
             if not reading.keys().isdisjoint(made):
                 starts |= self._run_again(index, reading)
-            if not self._from_before.isdisjoint(made):
-                self._run_before(index)
             is_start = index == start
-            if is_start or stretch.dear.isdisjoint(reading):  # a window begins here
+            if starts and (is_start or stretch.dear.isdisjoint(reading)):  # a window begins here
                 self._needed_at.update(
                     {number: min(used, self._needed_at.get(number, used)) for number in starts}
                 )
                 starts = set()
             if is_start or (index in self._positions and index < end - 1):
                 yield index, reading.keys() & stretch.dear
-        self._from_before |= reading.keys() & stretch.dear
 
     def _run_again(self, index: int, reading: dict[int, int]) -> set[int]:
         """A window runs this step. Returns the kept memories that it reads."""
@@ -201,14 +196,6 @@ class Filling:
             if number not in kept:
                 reading.setdefault(number, index)
         return kept
-
-    def _run_before(self, index: int) -> None:
-        """A window of a later segment runs this step."""
-        self.again.add(index)
-        for number in self.model.made[index]:
-            if self.memories[number].maker == index:
-                self._from_before.discard(number)
-        self._from_before |= {*self.stretch.reads[index]} - self.kept
 
     def _is_wanted(self, number: int) -> bool:
         """Whether autograd has saved a memory, or a step that runs again reads it."""

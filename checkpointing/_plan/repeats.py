@@ -48,7 +48,7 @@ def _runs(funcs: Sequence[Any]) -> Iterable[Run]:
             if distance == period:
                 continue
             end = at + length - 1
-            if period >= length // 2 and end - begin >= period:
+            if period >= length // 2:
                 yield begin, end + period, period
             begin = at
         if len(numbers) == len(ranks):

@@ -39,9 +39,7 @@ class Stretch:
         # Of as many bytes, few memories are better than many. What nothing reads, such as a mask,
         # crosses no cut.
         spans = [
-            (m.maker + 1, m.last_read, m.cost + _PER_MEMORY)
-            for m in dear
-            if m.last_read > m.maker
+            (m.maker + 1, m.last_read, m.cost + _PER_MEMORY) for m in dear if m.last_read > m.maker
         ]
         self.crossing = model.sums(spans)
         # A loop over rows or columns that it reads and overwrites stays whole: windows that begin
@@ -63,9 +61,7 @@ class Stretch:
         found = [
             p
             for p in range(1, count)
-            if p not in self._in_loops
-            and self.model.made[p - 1]
-            and crossing[p] <= crossing[p - 1]
+            if p not in self._in_loops and self.model.made[p - 1] and crossing[p] <= crossing[p - 1]
         ]
         best: dict[tuple[int, bool], int] = {}  # by part
         for p in sorted(found, key=crossing.__getitem__):
