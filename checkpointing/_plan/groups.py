@@ -13,7 +13,7 @@ mask or a rotary table that all layers share would make one window of the whole 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
@@ -181,15 +181,13 @@ def _connected(path: Path, slots: Sequence[int]) -> list[list[int]]:
 
 def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
     """Groups, where what would cost a window of its own has joined the group saved just before:
-    parameters and their views if the same operator saves them, what is drawn from nothing (the
-    masks of dropout), and views of what that group starts from, too. Backward needs that group for
-    longer, so no input is held for longer than before. What was saved before all else joins the
-    first group only if the same operator saves it, or if all that this group starts from is held as
-    long in any case: it is an input of what joins, or its operator saves that, too. The views of a
-    base that remain are one group, since it is held for all of them anyway, and so are
-    parameters."""
+    parameters and their views, what is drawn from nothing (the masks of dropout), and views of what
+    that group starts from, too. Backward needs that group for longer, so no input is held for
+    longer than before. What was saved before all else joins the first group only if all that this
+    starts from is an input of it. What remains is one group for each base of views, since it is
+    held for all of them anyway."""
     found: list[list[int]] = []
-    small: list[tuple[list[int], Set[Value], bool]] = []  # ..., and whether it is drawn
+    small: list[tuple[list[int], Set[Value]]] = []
     # By slot: its group, and the inputs and kept values that this starts from.
     hosts: dict[int, tuple[list[int], Set[Value]]] = {}
     for slots in groups:
@@ -201,23 +199,15 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
         if computes or (inputs and not steps):  # that is held, and handed out as it is
             found.append(slots)
         else:
-            small.append((slots, inputs, not starts))
+            small.append((slots, inputs))
     views: dict[frozenset[Value], list[int]] = defaultdict(list)
     order = sorted(hosts)
-    for slots, inputs, is_drawn in small:
-        before, saver = bisect_right(order, min(slots)) - 1, path.saved_after[min(slots)]
-        around = order[max(0, before) : before + 2]
-        beside = [slot for slot in around if path.saved_after[slot] == saver]
-        host, held = hosts[(beside or around)[0]] if around else (slots, frozenset())
-        needed: Set[Value] = frozenset()
-        if not beside and before < 0:  # what the same operator has saved is held as long, too
-            first = bisect_left(path.saved_after, saver)
-            last = bisect_right(path.saved_after, saver)
-            needed = held - {slot.value for slot in path.slots[first:last]}
-        if around and needed <= inputs <= held:
+    for slots, inputs in small:
+        before = bisect_right(order, min(slots)) - 1
+        host, held = hosts[order[max(0, before)]] if order else ([], frozenset())
+        needed = held if before < 0 else frozenset()
+        if order and needed <= inputs <= held:
             host += slots
-        elif is_drawn:
-            found.append(slots)
         else:
             views[frozenset(inputs)] += slots
     return [sorted(slots) for slots in [*found, *views.values()]]

@@ -91,9 +91,8 @@ class Stretch:
         return self._handed_on([not step.grad_mode for step in self.model.steps])
 
     def frozen(self, least: int) -> set[int]:
-        """What others need of frozen layers: steps that autograd does not follow, and that compute
-        something or read what such steps have made. Nothing, if its part of the least peak is more
-        than a fifth of their part of the work."""
+        """What others need of steps that autograd does not follow, such as frozen layers. Nothing,
+        if its part of the least peak is more than a fifth of their part of the work."""
         is_frozen = [not step.differentiated for step in self.model.steps]
         found, work = self._handed_on(is_frozen), self.model.work
         part = sum(compress(work, is_frozen)) / max(1.0, sum(work))
