@@ -7,9 +7,9 @@ least peak, with room for what parts without grad mode hand on, up to 1.5 times 
 frozen layers hand on, if that is little beside their work. Under it, the least recompute is taken
 among a few ways to cut, each filled. Where operators are so small that keeping their results takes
 longer than running them again, only what the cuts need is kept. In the end, cuts that make no
-difference to the peak go. Where blocks wait
-for backward while others run, what they keep is there, too: of a few ways, the one is taken whose
-peak and kept bytes, once for each of these blocks, are the least in sum.
+difference to the peak go. Where blocks wait for backward while others run, what they keep is there,
+too: of a few ways, the one is taken whose peak and kept bytes, once for each of these blocks, are
+the least in sum.
 
 Rejected: spending a fixed part of the least peak on less recompute. Where logits are most of the
 peak, a few percent of it are all the checkpoints of the model; where attention is, they are one of

@@ -184,10 +184,10 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
     parameters and their views, what is drawn from nothing (the masks of dropout), and views of what
     that group starts from, too. Backward needs that group for longer, so no input is held for
     longer than before. What was saved before all else joins the first group only if all that this
-    starts from is an input of it. What remains is one group for each base of views, since it is
-    held for all of them anyway."""
+    starts from is an input of it. Of what remains, the views of a base are one group, since it is
+    held for all of them anyway, and so are parameters."""
     found: list[list[int]] = []
-    small: list[tuple[list[int], Set[Value]]] = []
+    small: list[tuple[list[int], Set[Value], bool]] = []  # ..., and whether it is drawn
     # By slot: its group, and the inputs and kept values that this starts from.
     hosts: dict[int, tuple[list[int], Set[Value]]] = {}
     for slots in groups:
@@ -199,15 +199,17 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
         if computes or (inputs and not steps):  # that is held, and handed out as it is
             found.append(slots)
         else:
-            small.append((slots, inputs))
+            small.append((slots, inputs, not starts))
     views: dict[frozenset[Value], list[int]] = defaultdict(list)
     order = sorted(hosts)
-    for slots, inputs in small:
+    for slots, inputs, is_drawn in small:
         before = bisect_right(order, min(slots)) - 1
         host, held = hosts[order[max(0, before)]] if order else ([], frozenset())
         needed = held if before < 0 else frozenset()
         if order and needed <= inputs <= held:
             host += slots
+        elif is_drawn:
+            found.append(slots)
         else:
             views[frozenset(inputs)] += slots
     return [sorted(slots) for slots in [*found, *views.values()]]

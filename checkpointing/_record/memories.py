@@ -88,6 +88,7 @@ class Memories:
             self.add_hold(first.refers)
 
     def _set_state(self, number: int, state: str) -> Memory:
+        """Note the state of a memory, which may be new."""
         memory = self._memories.get(number)
         if memory is None:
             memory = self._memories[number] = Memory(number, state)

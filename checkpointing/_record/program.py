@@ -22,7 +22,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
 from typing import Any
 from weakref import ref
@@ -63,9 +62,6 @@ class Known:
     """An argument that the run has met: the tensor in a cell."""
 
     cell: int
-
-
-known = cache(Known)  # the same one for all steps
 
 
 class Met(Known):

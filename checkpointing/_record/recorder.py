@@ -51,7 +51,6 @@ from .program import (
     Slot,
     Step,
     event_after,
-    known,
 )
 from .store import Store
 
@@ -75,7 +74,7 @@ class Recorder(Memories):
         cell = self.find(tensor)
         if cell is None:
             return self._meet(tensor)
-        return known(cell) if cell < len(self._cells) else Met(cell)
+        return Known(cell) if cell < len(self._cells) else Met(cell)
 
     def _meet(self, tensor: Tensor) -> First:
         """A tensor that is not known takes the next cell."""

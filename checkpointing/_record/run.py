@@ -14,7 +14,7 @@ from .._engine import Mover, read_switches, thread
 from .follow import Follower
 from .ops import Info, info_of
 from .pieces import Ends
-from .program import BROUGHT_BACK, UNSEEN, Program, Slot, known
+from .program import BROUGHT_BACK, UNSEEN, Known, Program, Slot
 from .store import Store
 
 _RESTING, _ASIDE = -1, -2  # no depths of recomputes
@@ -201,7 +201,7 @@ class Run(Follower):
         if slot.is_read is not is_read:
             return None
         met: list[Tensor] = []
-        (template,) = slot.firsts or (known(slot.cell),)
+        (template,) = slot.firsts or (Known(slot.cell),)
         if not self.known.matches(template, tensor, met):
             return None
         self.known.meet(slot.firsts, met)
