@@ -43,8 +43,8 @@ def choose(stretch: Stretch, peak: int | None = None, parts: int = 0) -> Filling
         beside.keep(beside.kept | handed_on)
         beside.most = target = max(target, min(most, beside.peak))
         ways = [beside]  # without it, all of such a part may run again
-    if peak is not None:  # the search stops a little above what its cuts need
-        target = max(peak, min(target, _bare(stretch, tight).peak))
+    if peak is not None:
+        target = most
     best = min([_filled(cutting, cuts, target), *ways], key=Filling.key)
     if peak is None:
         bare = _bare(stretch, cuts)
