@@ -26,35 +26,44 @@ from .fill import Filling
 from .stretch import Stretch
 
 
-def choose(stretch: Stretch, peak: int | None = None, parts: int = 0) -> Filling:
-    """What to keep of a stretch, under a peak. Without one: if so many others wait for backward,
-    what they keep is there, too."""
-    if peak is None and stretch.model.bytes_of(stretch.saved) < _LITTLE:
+def choose(stretch: Stretch, parts: int = 0) -> Filling:
+    """What to keep of a stretch. If so many others wait for backward, what they keep is there,
+    too."""
+    if stretch.model.bytes_of(stretch.saved) < _LITTLE:
         return Filling(stretch, ())
     stretch.allow_cuts_at_blocks()
     cutting = Cutting(stretch)
     least, tight = _refined(stretch, *cutting.least_peak())
-    most = int(least * (1 + _MOST_SLACK)) if peak is None else max(peak, least)
+    most = int(least * (1 + _MOST_SLACK))
     by_hand, cuts = _by_hand(stretch, tight, most)
     target = by_hand or least
     ways = []
-    if peak is None and (handed_on := stretch.without_grad_mode | stretch.frozen(least)):
+    if handed_on := stretch.without_grad_mode | stretch.frozen(least):
         beside = _bare(stretch, tight)
         beside.keep(beside.kept | handed_on)
         beside.most = target = max(target, min(most, beside.peak))
         ways = [beside]  # without it, all of such a part may run again
-    if peak is not None:
-        target = most
     best = min([_filled(cutting, cuts, target), *ways], key=Filling.key)
-    if peak is None:
-        bare = _bare(stretch, cuts)
-        if bare.peak <= target and bare.time() < best.time():
-            best = bare
+    bare = _bare(stretch, cuts)
+    if bare.peak <= target and bare.time() < best.time():
+        best = bare
     best.join()
-    if peak is None and parts:
+    if parts:
         placed = tight, cuts, _at_blocks(stretch.blocks, cuts), ()
         found = [best, *[_bare(stretch, each) for each in placed]]
         best = min(found, key=lambda way: way.peak + parts * way.nbytes)
+    return best
+
+
+def choose_under(stretch: Stretch, peak: int) -> Filling:
+    """What to keep of a stretch, under a peak; or under the least one, if that is larger."""
+    stretch.allow_cuts_at_blocks()
+    cutting = Cutting(stretch)
+    least, tight = _refined(stretch, *cutting.least_peak())
+    most = max(peak, least)
+    _, cuts = _by_hand(stretch, tight, most)
+    best = _filled(cutting, cuts, most)
+    best.join()
     return best
 
 

@@ -13,7 +13,7 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from .._record import Run
-from .choose import choose
+from .choose import choose, choose_under
 from .fill import Filling
 from .model import Model, still_waiting
 from .stretch import Stretch
@@ -44,7 +44,7 @@ class Outlook:
 
     def planned(self, peak: int | None) -> Cost:
         """With `auto()`, or with `auto(peak=...)`."""
-        choice = choose(self._stretch, peak)
+        choice = choose(self._stretch) if peak is None else choose_under(self._stretch, peak)
         return Cost(choice.peak, choice.nbytes, self._part(choice.again))
 
     def plain(self) -> Cost:

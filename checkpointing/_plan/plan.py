@@ -20,7 +20,7 @@ from operator import add
 from torch import Tensor
 
 from .._record import MOST_GROWTH, Hold, Path, Placement, Run, Step, Value
-from .choose import choose, choose_first, choose_within
+from .choose import choose, choose_first, choose_under, choose_within
 from .cuts import PRECISION
 from .fill import Filling
 from .groups import Group
@@ -128,9 +128,10 @@ def _planned(model: Model, asked: Placement, others: int, parts: int) -> Plan:
         plan = Plan(model.path)
         plan.peak = max(*model.live, *model.backward)
         return plan
+    if peak is not None:
+        return _laid_over(choose_under(stretch, max(0, peak - others)))
     if budget is None:
-        most = None if peak is None else max(0, peak - others)
-        return _laid_over(choose(stretch, most, parts))
+        return _laid_over(choose(stretch, parts))
     rest = max(0, budget - others)
     plan = _laid_over(choose_within(stretch, rest))
     if plan.nbytes > rest:

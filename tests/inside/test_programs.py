@@ -18,7 +18,7 @@ from torch import nn
 
 from checkpointing import _torch, auto, checkpoint_scope, clear_programs, forecast, keep
 from checkpointing._plan import groups, plan
-from checkpointing._plan.choose import _bare, choose, choose_within
+from checkpointing._plan.choose import _bare, choose_under, choose_within
 from checkpointing._plan.fill import Filling
 from checkpointing._plan.repeats import repeats
 from checkpointing._plan.stretch import Stretch
@@ -153,7 +153,7 @@ def test_no_cuts_have_a_lower_peak(build, has_gradients):
     exact = min(Filling(stretch, cuts).peak for cuts in all_ways(stretch))
     mosts = {Programs.pyramid: 1.04, Programs.two_stacks: 1.07}
     most = 1.02 if has_gradients else mosts.get(build, 1.02)
-    assert choose(stretch, 1).peak <= most * exact
+    assert choose_under(stretch, 1).peak <= most * exact
 
 
 @pytest.mark.parametrize("has_gradients", [True, False])
@@ -162,7 +162,7 @@ def test_a_large_loss_before_others_is_not_made_again(has_gradients):
     stretch = stretch_of(Programs.several_losses, has_gradients)
     pairs = itertools.combinations(stretch.positions[1:-1], 2)
     exact = min(_bare(stretch, pair).peak for pair in pairs)
-    assert choose(stretch, 1).peak <= 1.03 * exact
+    assert choose_under(stretch, 1).peak <= 1.03 * exact
 
 
 def parallel_blocks():
@@ -208,7 +208,7 @@ def test_no_other_choice_recomputes_less(build, part):
     """Of all sets of four products and four other results, on each of the best cuts; 2 percent of a
     forward."""
     stretch = stretch_of(build)
-    least, most = choose(stretch, 1).peak, Filling(stretch, ())
+    least, most = choose_under(stretch, 1).peak, Filling(stretch, ())
     peak = int(least + part * (sum(stretch.cost([n]) for n in stretch.saved) - least / 2))
     steps = sorted(most.again, key=lambda index: -stretch.model.work[index])[:8]
     ways = [cuts for cuts in all_ways(stretch) if len(cuts) <= 3]
@@ -223,7 +223,7 @@ def test_no_other_choice_recomputes_less(build, part):
         ),
         default=float("inf"),
     )
-    found = choose(stretch, peak)
+    found = choose_under(stretch, peak)
     assert found.peak <= max(peak, least)
     assert work_of(stretch, found.again) <= exact + 0.02 * sum(stretch.model.work)
 
@@ -233,7 +233,7 @@ def test_more_peak_or_budget_never_costs_more(build):
     stretch = stretch_of(build)
     plain = Filling(stretch, stretch.positions[1:-1])
     peaks = [int(plain.peak * 1.15**n) for n in range(-8, 4)]
-    found = [choose(stretch, peak) for peak in peaks]
+    found = [choose_under(stretch, peak) for peak in peaks]
     works = [work_of(stretch, choice.again) for choice in found]
     assert works == sorted(works, reverse=True)
     within = [(choose_within(stretch, n), n) for n in range(0, 2 * plain.nbytes, 80_000)]
