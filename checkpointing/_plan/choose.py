@@ -9,7 +9,7 @@ among a few ways to cut, each filled. Where operators are so small that keeping 
 longer than running them again, only what the cuts need is kept. In the end, cuts that make no
 difference to the peak go. Where blocks wait for backward while others run, what they keep is there,
 too: of a few ways, the one is taken whose peak and kept bytes, once for each of these blocks, are
-the least in sum.
+the least in sum. Users who ask for a peak set the target themselves.
 
 Rejected: spending a fixed part of the least peak on less recompute. Where logits are most of the
 peak, a few percent of it are all the checkpoints of the model; where attention is, they are one of
@@ -27,13 +27,10 @@ from .stretch import Stretch
 
 
 def choose(stretch: Stretch, parts: int = 0) -> Filling:
-    """What to keep of a stretch. If so many others wait for backward, what they keep is there,
-    too."""
+    """What to keep of a stretch. `parts` others wait for backward: what they keep is there, too."""
     if stretch.model.bytes_of(stretch.saved) < _LITTLE:
         return Filling(stretch, ())
-    stretch.allow_cuts_at_blocks()
-    cutting = Cutting(stretch)
-    least, tight = _refined(stretch, *cutting.least_peak())
+    cutting, least, tight = _tightest(stretch)
     most = int(least * (1 + _MOST_SLACK))
     by_hand, cuts = _by_hand(stretch, tight, most)
     target = by_hand or least
@@ -57,9 +54,7 @@ def choose(stretch: Stretch, parts: int = 0) -> Filling:
 
 def choose_under(stretch: Stretch, peak: int) -> Filling:
     """What to keep of a stretch, under a peak; or under the least one, if that is larger."""
-    stretch.allow_cuts_at_blocks()
-    cutting = Cutting(stretch)
-    least, tight = _refined(stretch, *cutting.least_peak())
+    cutting, least, tight = _tightest(stretch)
     most = max(peak, least)
     _, cuts = _by_hand(stretch, tight, most)
     best = _filled(cutting, cuts, most)
@@ -103,6 +98,13 @@ def _bare(stretch: Stretch, cuts: Iterable[int]) -> Filling:
 
 
 _peak_of = attrgetter("peak")
+
+
+def _tightest(stretch: Stretch) -> tuple[Cutting, int, Cuts]:
+    """The segments of a stretch that may be cut at blocks, too, and its least peak, with cuts."""
+    stretch.allow_cuts_at_blocks()
+    cutting = Cutting(stretch)
+    return cutting, *_refined(stretch, *cutting.least_peak())
 
 
 def _refined(stretch: Stretch, least: int, cuts: Cuts) -> tuple[int, Cuts]:

@@ -78,12 +78,12 @@ class Group:
         of all slots can't start, so what a run has to hold does not depend on which slots are
         opened together."""
         if len(slots) == len(self.slots):
-            return self._whole
+            return self._slice_of_all
         values = [slot.value for slot in self._targets(slots).values()]
-        return self.path.slice_of(values, self._whole.without)
+        return self.path.slice_of(values, self._slice_of_all.without)
 
     @cached_property
-    def _whole(self) -> Slice:
+    def _slice_of_all(self) -> Slice:
         return self.path.slice_of([slot.value for slot in self._targets(self.slots).values()])
 
     def _targets(self, slots: Iterable[int]) -> Mapping[int, Slot]:

@@ -8,7 +8,7 @@ from typing import Any
 Run = tuple[int, int, int]  # its first step, the first one after it, and the period
 
 
-def repeats(funcs: Sequence[Any], costs: Sequence[Any]) -> list[range]:
+def repeats(funcs: Sequence[Any], costs: Sequence[int]) -> list[range]:
     """The steps at which the blocks begin that the program repeats, and at which the last one ends,
     by run of repeats: where costs are the least."""
     found: list[range] = []

@@ -17,7 +17,7 @@ from torch import Tensor
 from .._record import BROUGHT_BACK, First, Known, Like, Parts, Path, Slice, Slot, Step, Value
 
 # A target that a window has made: its number, its place, and the part of a memory, or the whole,
-# that a write may change with it. (No class: the garbage collector forgets tuples of integers.)
+# that a write may change with it. (The garbage collector does not track plain tuples of integers.)
 Found = tuple[int, int, int]
 
 
@@ -56,9 +56,10 @@ class Instruction:
 class Window:
     """The instructions that make some values, over a table of tensors and constants."""
 
-    def __init__(self, path: Path, targets: Mapping[int, Slot], found: Slice) -> None:
+    def __init__(self, path: Path, targets: Mapping[int, Slot], slice_: Slice) -> None:
+        """`slice_` is what makes the targets."""
         self.path, self.targets = path, targets
-        order, starts, _ = found
+        order, starts, _ = slice_
         steps = [path.steps[index] for index in order]
         self.counted = sum(step.is_counted for step in steps)
         # Statistics are not updated again.

@@ -65,7 +65,7 @@ class Path:
                 self.slots.append(slot)
                 self.saved_after.append(step.index)
                 self.saved_for.append(step.index if is_own else step.index + 1)
-        del self._shown  # paths are kept, and this is large
+        del self._shown  # it is large, and only needed to build the path
 
     def _add_step(self, step: Step) -> None:
         self._add_met(step)
