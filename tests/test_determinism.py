@@ -10,7 +10,7 @@ from oracle import EACH_WAY, leaf, replay, rerun, through
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from checkpointing import CheckpointError, MismatchError, checkpoint_scope, checkpointed
+from checkpointing import CheckpointError, MismatchError, auto, checkpoint_scope, checkpointed
 
 LINE = re.escape(__file__)
 
@@ -242,6 +242,21 @@ def test_an_operator_that_makes_another_size_in_replay_is_an_error(use):
         said = r"grown.*growing.* returned shapes \[4\] .* \[5\] in the recompute"
         with pytest.raises(CheckpointError, match=said):
             y.sum().backward()
+
+
+def test_the_first_step_of_auto_compares_also_what_its_plan_keeps():
+    """The caller still has what each layer returns, so that nothing need make it again."""
+    numbers, layers = itertools.count(1), [nn.Sequential(nn.Linear(64, 64), nn.Tanh())] * 8
+    with torch.library._scoped_library("checkpointing_tests", "FRAGMENT") as library:
+        library.define("scaled(Tensor x) -> Tensor")
+        library.impl("scaled", lambda x: x * next(numbers), "CompositeExplicitAutograd")
+        results = [leaf(256, 64)]
+        with checkpoint_scope(auto(), determinism_check="values"):
+            for layer in layers:
+                other = torch.ops.checkpointing_tests.scaled(torch.rand(256, 64))
+                results.append(layer(results[-1]) + other)
+        with pytest.raises(MismatchError, match=r"TanhBackward0|AddmmBackward0"):
+            results[-1].sum().backward()
 
 
 def test_jagged_tensors_made_inside_have_other_ragged_sizes_each_time():
