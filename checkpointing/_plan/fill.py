@@ -66,7 +66,7 @@ class Filling:
         """Cut where all that crosses is kept anyway, and drop what is not needed any more. What
         windows run stays the same, but for what is cheap."""
         self.ends = sorted({*self.ends, *[at for at, across in self._find_windows() if not across]})
-        self.kept = {*filter(self._is_wanted, self.kept)}
+        self.kept &= self._needed_at.keys()
         self._find_peaks()
 
     @property
@@ -93,8 +93,10 @@ class Filling:
     def join(self) -> None:
         """Drop cuts that make no difference to the peak, because each window takes time."""
         most, ends = max(self.peaks) * _SURE, [self.ends[-1]]
+        kept = [self.memories[number] for number in self.kept]
+        needed = {memory.maker for memory in kept if memory.is_overwritten}
         for start, end in reversed([*pairwise(self.ends[:-1])]):
-            if self._peak_of(start, ends[-1]) > most:
+            if self._peak_of(start, ends[-1]) > most or needed.intersection(range(start, end)):
                 ends.append(end)
         self.ends = [self.ends[0], *reversed(ends)]
         self._simulate()
@@ -174,7 +176,7 @@ class Filling:
                     used = index
             made = self.model.made[index]
             if not reading.keys().isdisjoint(made):
-                starts |= self._run_again(index, reading)
+                starts |= self._run_again(index, reading, start)
             is_start = index == start
             if starts and (is_start or stretch.dear.isdisjoint(reading)):  # a window begins here
                 self._needed_at.update(
@@ -184,18 +186,28 @@ class Filling:
             if is_start or (index in self._positions and index < end - 1):
                 yield index, reading.keys() & stretch.dear
 
-    def _run_again(self, index: int, reading: dict[int, int]) -> set[int]:
-        """A window runs this step. Returns the kept memories that it reads."""
+    def _run_again(self, index: int, reading: dict[int, int], start: int) -> set[int]:
+        """A window of the segment that begins at `start` runs this step. Returns the kept memories
+        that it reads."""
         self.again.add(index)
-        for number in self.model.made[index]:
-            if self.memories[number].maker == index:
-                self._made_again.append((number, index, reading.pop(number, index)))
         read = self.stretch.reads[index]
-        kept = {n for n in read if n in self.kept and self.memories[n].last_part < index}
+        kept = {n for n in self.kept.intersection(read) if self._can_start(n, index, start)}
+        for number in self.model.made[index]:
+            memory = self.memories[number]
+            if memory.maker == index:
+                # What the window overwrites is a copy, from the beginning on.
+                first = start if memory.overwrites in kept else index
+                self._made_again.append((number, first, reading.pop(number, index)))
         for number in read:
             if number not in kept:
                 reading.setdefault(number, index)
         return kept
+
+    def _can_start(self, number: int, index: int, start: int) -> bool:
+        """Whether windows of a segment start from a kept memory that a step reads."""
+        memory = self.memories[number]
+        # Of what is overwritten, a window makes all that it reads from what was there before it.
+        return memory.last_part < index and (memory.maker < start or not memory.is_overwritten)
 
     def _is_wanted(self, number: int) -> bool:
         """Whether autograd has saved a memory, or a step that runs again reads it."""
@@ -257,7 +269,8 @@ class Filling:
     def _results(self, index: int) -> set[int]:
         """What to keep in order not to run a step again; nothing, if that is not possible."""
         made = {*filter(self._is_wanted, self.model.made[index])} - self.kept
-        is_possible = all(self.memories[number].final == index + 1 for number in made)
+        memories = [self.memories[number] for number in made]
+        is_possible = all(m.final == index + 1 and not m.is_overwritten for m in memories)
         return made if is_possible else set()
 
     def _worth(self, index: int, made: Set[int]) -> float:

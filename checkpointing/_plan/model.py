@@ -28,14 +28,25 @@ from .groups import MOST_WRITTEN
 
 
 class Memory:
-    """What a plan knows of a memory that the block has made."""
+    """What a plan knows of a memory that the block has made. In
 
+        y = x.clone()
+        x.add_(1)  # on all of it
+
+    `x` is one memory before the last line, and another one after it, since a run can hold either.
+    """
+
+    is_overwritten = False
+    overwrites: int | None = None  # what it was before
     is_cheap = False
     is_theirs = False  # whether somebody else holds it when the block has ended
     effort = math.inf  # bytes written to make it from inputs, if that is cheap
 
-    def __init__(self, number: int, maker: int, nbytes: int, never: int) -> None:
-        self.number = number  # also the first cell on it
+    def __init__(self, number: int, storage: int, maker: int, nbytes: int, never: int) -> None:
+        self.number = number
+        self.storage = storage  # the memory of the path; also the first cell on it
+        # The value of which all others are views that can be made anew, if there is one.
+        self.whole: Value | None = (storage, NOT_WRITTEN)
         self.maker = maker
         self.nbytes = nbytes
         self.cost = nbytes  # to hold it
@@ -73,7 +84,8 @@ class Model:
         """`waiting` are cells of parameters that have no gradient yet. From the slot `retained` on,
         what backward needs stays for another one."""
         self.path, self.steps, self.scale = path, path.steps, scale
-        self.held = {path.memory_of[cell] for cell, _ in path.kept}  # by the user
+        self._last: dict[int, int] = {}  # by memory of the path that is overwritten: the last one
+        self._number_at: dict[tuple[int, int], int] = {}  # by memory of the path, and step
         self.count = len(path.steps)
         self.never = self.count + 1  # a position after all others
         # The position down to which a backward retains the graph.
@@ -88,15 +100,16 @@ class Model:
         self.saves: dict[int, tuple[int, int]] = {}
         for step in path.steps:
             self._add(step)
+        self.held = {self.number_of(value) for value in path.kept}  # by the user
         alive = self._alive(run)
         gradients = self._find_gradients(run, alive)
         self.with_gradient = gradients.memories
         for number in range(len(path.slots)):
             self._add_slot(number)
-        given = {path.memory_of[cell] for cell, _ in path.given}
+        given = {self.number_of(value) for value in path.given}
         self._find_final(alive - given)
         # What the block has made and holds in any case; not parameters, which FSDP2 lends.
-        own = {path.memory_of[cell] for cell, _ in path.given - path.parameters}
+        own = {self.number_of(value) for value in path.given - path.parameters}
         fixed = [self.memories[number] for number in own & self.memories.keys()]
         for memory in fixed:
             memory.dies = self.never
@@ -123,17 +136,18 @@ class Model:
         as gone after their last use, even if a thread of the backend still holds them."""
         alive = {self.path.memory_of[cell] for cell in run.alive()} - self._sent.keys()
         for number in self._sent.keys() & self.memories.keys():
-            memory = self.memories[number]
+            memory = self.memories[self._now(number)]
             memory.dies = max(memory.last_read, self._sent[number])
             if memory.dies == self.count - 1:
                 alive.add(number)
-        return alive
+        return {*map(self._now, alive)}
 
     def _find_gradients(self, run: Run, alive: Set[int]) -> Gradients:
         """Backward gets gradients of what lives on, and of the last result."""
         integers = {number for step in self.steps for number in step.integers}
         followed = [self.made[step.index] for step in self.steps if step.differentiated]
-        ends = ({*chain(*followed)} - integers).intersection({*alive}.union(*self.made[-1:]))
+        last = {*alive}.union(*self.made[-1:]).intersection(chain(*followed))
+        ends = {self.memories[number].storage for number in last} - integers
         sizes = {n: memory.nbytes for n, memory in self.memories.items() if n not in integers}
         for step in self.steps:
             if step.info.base in _torch.LARGE_NUMBERS and step.inputs.get(2) != 0:  # a reduction
@@ -171,7 +185,7 @@ class Model:
         """Whether a later step writes to a value: to hold the memory is not to hold it. What reads
         it comes before that step."""
         cell, version = value
-        writers = self.memories[self.path.memory_of[cell]].writers
+        writers = self.memories[self.number_of(value)].writers
         later = [self.path.steps[index] for index in writers if index > version]
         return any(self.path.writes_to(step, cell) for step in later)
 
@@ -179,18 +193,20 @@ class Model:
         """Learn what a step does to memory."""
         index, memories = step.index, self.memories
         for number in memories.keys() & {*step.gone}:
-            memories[number].dies = index
+            memories[self._now(number)].dies = index
         if step.info.communicates:
             cells = [arg.cell for arg in step.args if isinstance(arg, Known | First)]
             self._sent.update([(self.path.memory_of[cell], index) for cell in cells])
-        written = memories.keys() & step.writes
+        written = {*map(self._now, memories.keys() & step.writes)}
+        self._number_at.update({(memories[number].storage, index): number for number in written})
         if step.effect or step.is_view or step.event is KEEP:
             for number in memories if step.event is UNSEEN else written:
                 memories[number].final = self.never
         if step.is_view or step.event is KEEP:
             return
         for number, nbytes in step.sizes:
-            memories[number] = memory = Memory(number, index, int(nbytes * self.scale), self.never)
+            memory = Memory(number, number, index, int(nbytes * self.scale), self.never)
+            memories[number] = memory
             if step.event is not None or step.effect:
                 memory.final = self.never
         self.made[index] = tuple([number for number, _ in step.sizes])
@@ -198,22 +214,47 @@ class Model:
             return
         self._add_reads(step)
         for number in written:
-            memory = memories[number]
+            self._write(step, memories[number])
+        self._weigh(step)
+
+    def _write(self, step: Step, memory: Memory) -> None:
+        """A step writes to a memory. If others have read it, and all of it is overwritten, it is
+        another one from here on."""
+        index, storage = step.index, memory.storage
+        targets = [value for value in step.reads if value[0] in step.targets]
+        whole = [value for value in targets if self.path.extent[value[0]] == storage]
+        if whole and memory.values:
+            memory.whole, memory.is_overwritten, memory.dies = whole[0], True, index
+            number = self._last[storage] = self._number_at[storage, index] = ~len(self.memories)
+            new = Memory(number, storage, index, memory.nbytes, self.never)
+            new.overwrites, self.memories[number] = memory.number, new
+            memory = new
+        else:
             memory.writers += (index,)
             memory.final = max(memory.final, index + 1)
-        self.made[index] += (*written,)
-        self._weigh(step)
+        memory.whole = None  # of several views, each is held
+        self.made[index] += (memory.number,)
+
+    def _now(self, storage: int) -> int:
+        """What a memory of the path is at present."""
+        return self._last.get(storage, storage)
+
+    def number_of(self, value: Value) -> int:
+        """The memory of a value."""
+        cell, version = value
+        storage = self.path.memory_of[cell]
+        return self._number_at.get((storage, version), storage)
 
     def _add_reads(self, step: Step) -> None:
         # It writes there, or splits it.
         own = {*step.writes, *(number for _, number in step.memories)}
         read: set[int] = set()
         for value in step.reads:
-            number = self.path.memory_of[value[0]]
+            number = self.number_of(value)
             if value in self.path.given or number not in self.memories:
                 continue
             read.add(number)
-            if number not in own:
+            if self.memories[number].storage not in own:
                 self.memories[number].values[value] = step.index
         for number in read:
             memory = self.memories[number]
@@ -259,13 +300,18 @@ class Model:
         found: set[Value] = set()
         for number in kept:
             memory = self.memories[number]
-            found.update(memory.values if memory.writers else {(number, NOT_WRITTEN)})
+            whole = memory.whole
+            if whole is None:
+                found.update(memory.values)
+            else:
+                others = [v for v in memory.values if self.path.there_after(v) == whole[1]]
+                found.update([whole, *others])
         return found
 
     def _add_slot(self, number: int) -> None:
         """Find where backward wants a slot."""
         slot = self.path.slots[number]
-        memory = self.memories.get(self.path.memory_of[slot.cell])
+        memory = self.memories.get(self.number_of(slot.value))
         if memory is None or slot.value in self.path.given:
             return
         position = min(self.path.saved_for[number], self.count - 1)

@@ -33,7 +33,7 @@ class Plan:
 
     peak = 0  # simulated
     nbytes = 0  # of what it keeps, in its budget
-    counted: Set[int] = frozenset()  # the memories that these bytes are: nobody else holds them
+    counted: Set[Value] = frozenset()  # one of each memory of these bytes: nobody else holds it
     exceeds = False  # whether it keeps more than its budget, which has no room for a checkpoint
     size = 0  # bytes that autograd saves, as the plan assumes
     first_size = 0  # those of the run whose bytes the steps have
@@ -170,7 +170,8 @@ def _laid_over(choice: Filling) -> Plan:
     """The plan that keeps this."""
     model = choice.model
     plan = Plan(model.path, model.values(choice.kept), choice.cuts)
-    plan.counted = {number for number in choice.kept if model.memories[number].cost}
+    counted = [number for number in choice.kept if model.memories[number].cost]
+    plan.counted = {min(model.values([number])) for number in counted}
     plan.peak, plan.nbytes = choice.peak, choice.nbytes
     return plan
 
@@ -237,14 +238,12 @@ def attach(plan: Plan, old: Plan | None) -> None:
     for step in path.steps if old is not None else ():
         if step.keeps:
             step.keeps = tuple([each for each in step.keeps if each[0] is not old])
-    to_count = set() if plan.exceeds else {*plan.counted}
     saved = {path.memory_of[slot.cell] for slot in path.slots}
-    for value in sorted(plan.kept):
+    for value in plan.kept:
         memory = path.memory_of[value[0]]
         asked = Hold(value, memory, is_copied=memory not in saved)
-        kept = plan, asked, memory in to_count
+        kept = plan, asked, value in plan.counted and not plan.exceeds
         path.steps[path.there_after(value)].keeps += (kept,)
-        to_count.discard(memory)
 
 
 _MOST_HALVES = 6  # of what the least peak needs: smaller budgets have no room for a checkpoint
