@@ -54,10 +54,7 @@ def choose(stretch: Stretch, parts: int = 0) -> Filling:
 
 def choose_under(stretch: Stretch, peak: int) -> Filling:
     """What to keep of a stretch, under a peak; or under the least one, if that is larger."""
-    cutting, least, tight = _tightest(stretch)
-    most = max(peak, least)
-    _, cuts = _by_hand(stretch, tight, most)
-    best = _filled(cutting, cuts, most)
+    best = _filled(*_allowed(stretch, peak))
     best.join()
     return best
 
@@ -65,8 +62,7 @@ def choose_under(stretch: Stretch, peak: int) -> Filling:
 def choose_within(stretch: Stretch, budget: int) -> Filling:
     """What to keep of a stretch, in a budget: under the largest of a few peaks for which it is
     enough, so that a smaller budget never means a larger peak."""
-    cutting = Cutting(stretch)
-    least, cuts = cutting.least_peak()
+    cutting, cuts, least = _allowed(stretch, 0)
     best = _filled(cutting, cuts, least)
     ratio = max(1, Filling(stretch, ()).peak / least)
     low, high = 0, _MOST_PEAKS
@@ -88,6 +84,14 @@ def choose_first(stretch: Stretch, budget: int) -> Filling:
     least, cuts = cutting.least_peak(budget)
     most = int(least * (1 + _SLACK_OF_PARTS)) if stretch.model.is_part else least
     return _filled(cutting, cuts, most, budget)
+
+
+def _allowed(stretch: Stretch, peak: int) -> tuple[Cutting, Cuts, int]:
+    """The segments of a stretch, cuts for a peak, and that peak; or the least one, if that is
+    larger."""
+    cutting, least, tight = _tightest(stretch)
+    by_hand, cuts = _by_hand(stretch, tight, max(peak, least))
+    return cutting, cuts, max(peak, min(least, by_hand or least))
 
 
 def _bare(stretch: Stretch, cuts: Iterable[int]) -> Filling:

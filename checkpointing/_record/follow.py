@@ -296,7 +296,7 @@ class Follower(TorchDispatchMode, Position, Region):
     def _add_new(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
         if self.store.placement is not None:
             step.scratch = _torch.scratch_of(step.func, args, result)
-            step.scratch_of_forward = _torch.scratch_of_forward(step.func, args)
+            step.scratch_of_forward = _torch.scratch_of_forward(step.func, args, result)
             for cell in step.targets:
                 step.scratch += _torch.scratch_in_place(step.func, self.cells[cell]())
             if not step.is_view:

@@ -75,13 +75,21 @@ _DERIVATIVES = {
     "clamp": 0.5,
     "clamp_min": 0.25,
     "cos": 2,
+    "cumprod": 4.25,
     "cumsum": 2,
     "erf": 4,
+    "expm1": 1,
+    "fft_r2c": 3,
     "linalg_vector_norm": 1,
     "log1p": 1,
+    "logaddexp": 1.5,
     "logsumexp": 2,
+    "masked_select": 0.5,
+    "maximum": 0.75,
+    "minimum": 0.75,
     "pow": 2,
     "prelu_kernel": 1,
+    "prod": 1.25,
     "reciprocal": 2,
     "rsqrt": 2,
     "sin": 1,
@@ -92,6 +100,8 @@ _DERIVATIVES = {
 _HANDED_ON = ("add", "sub")  # their gradient is the one that they got
 # What these make on the way for the gradient of their second argument, in sizes of the result.
 _PRODUCTS = {"div": 2, "mul": 0}
+# Operators whose kernels, on a CPU, copy arguments to the type of the result.
+_PROMOTING = ("add", "div", "mul", "sub")
 # Losses that sum up in place: their result, a number, has memory as large as what they read.
 LARGE_NUMBERS = "mse_loss", "smooth_l1_loss"
 # Views that show less than their base, or more.
@@ -122,19 +132,28 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
         # The gradient of a smaller argument is a sum over what it was multiplied with.
         smaller = [tensor for tensor in read if tensor.numel() < result.numel()]
         second = [tensor for tensor in read if tensor is args[1]]
-        return _size(result) * (len(smaller) + _PRODUCTS[name] * len(second))
+        times = len(smaller) + _PRODUCTS[name] * len(second)
+        return _size(result) * times + _copies_in_type(args, result)
     return int(_DERIVATIVES.get(name, 0) * sum(map(_size, read)))
 
 
-def scratch_of_forward(func: Any, args: Any) -> int:
+def scratch_of_forward(func: Any, args: Any, result: Any) -> int:
     """The bytes that an operator allocates, beside its results."""
     name = _name_of(func)
+    if name in _PROMOTING:
+        return _copies_in_type(args, result)
     if name in _LOSSES:
         return _LOSSES[name] * max([_size(each) for each in args if isinstance(each, Tensor)])
     if name in ("log_softmax", "softmax") and is_strided(args[0]):
         # Its kernel copies what is not contiguous, such as logits without the last ones.
         return 0 if args[0].is_contiguous() else int(args[0].nbytes)
     return 0
+
+
+def _copies_in_type(args: Any, result: Tensor) -> int:
+    """The bytes of copies of arguments, such as masks, in the type of a result."""
+    read = [each for each in args if isinstance(each, Tensor) and each.is_cpu and each.dim()]
+    return result.itemsize * sum([e.numel() for e in read if e.dtype != result.dtype])
 
 
 def _size(tensor: Tensor) -> int:
