@@ -45,6 +45,9 @@ class Matcher:
     def __init__(self, store: Store) -> None:
         self._store, self._cells = store, store.cells
         self._outside: dict[int | None, int] = {}  # by storage: the first cell from outside there
+        # As long as these refer to a storage, no other one is where that was. Without hooks, what
+        # is held sees to it.
+        self._storages: list[Any] = []
         self._made: dict[int | None, int] = {}  # by storage: a cell there
         # By storage: the place among those that are met now. An old one is told by its storage.
         self._meeting: dict[int, int] = {}
@@ -78,6 +81,8 @@ class Matcher:
             self._cells.append(ref(tensor))
             if type(first.origin) is str and _has_storage(tensor):  # it is the first one there
                 self._outside[_storage_id(tensor)] = first.cell
+                if self._store.hooks is not None:
+                    self._storages.append(_torch.StorageWeakRef(tensor.untyped_storage()))
             if first.refers is not None:
                 self._store.refer(first.refers, tensor)
 

@@ -389,3 +389,27 @@ def test_a_foreach_write_in_a_scope_counts_for_the_rerun_around_it():
     with pytest.raises(ChangedError):
         y.backward()
     assert c.tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("is_replay", [False, True])
+def test_memory_where_other_memory_was_before_is_told_from_that(is_replay):
+    """Inside a rerun, whose hooks keep nothing alive: each assignment may free what came first."""
+    net = nn.Linear(4, 4)
+
+    def body(x):
+        for n in range(5):
+            other = torch.zeros(3, 4)
+            for number in (0.5, 0.1, 0.2):
+                other.data = torch.full((3, 4), number + n)
+                x = net(x + other).tanh() if number != 0.1 else x
+        return x
+
+    def in_scope(x):
+        with checkpoint_scope():
+            return body(x)
+
+    inside = checkpointed(body, backend="replay") if is_replay else in_scope
+    x = torch.rand(3, 4)
+    want = torch.autograd.grad(body(x).sum(), net.weight)[0]
+    for _ in range(5):
+        assert torch.equal(torch.autograd.grad(checkpointed(inside)(x).sum(), net.weight)[0], want)
