@@ -170,8 +170,8 @@ def _laid_over(choice: Filling) -> Plan:
     """The plan that keeps this."""
     model = choice.model
     plan = Plan(model.path, model.values(choice.kept), choice.cuts)
-    counted = [number for number in choice.kept if model.memories[number].cost]
-    plan.counted = {min(model.values([number])) for number in counted}
+    to_hold = [model.values([n]) for n in choice.kept if model.memories[n].cost]
+    plan.counted = {min(values) for values in to_hold if values}
     plan.peak, plan.nbytes = choice.peak, choice.nbytes
     return plan
 
