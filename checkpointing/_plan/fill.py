@@ -91,7 +91,8 @@ class Filling:
         return sum([self.model.work[index] for index in self.again])
 
     def join(self) -> None:
-        """Drop cuts that make no difference to the peak, because each window takes time."""
+        """Drop cuts that make no difference to the peak, because each window takes time. Where one
+        starts from a memory that it overwrites, it would have to make that if it began before."""
         most, ends = max(self.peaks) * _SURE, [self.ends[-1]]
         kept = [self.memories[number] for number in self.kept]
         needed = {memory.maker for memory in kept if memory.is_overwritten}
@@ -206,7 +207,7 @@ class Filling:
     def _can_start(self, number: int, index: int, start: int) -> bool:
         """Whether windows of a segment start from a kept memory that a step reads."""
         memory = self.memories[number]
-        # Of what is overwritten, a window makes all that it reads from what was there before it.
+        # Where a window writes, one value stands for all of a memory: the one that it begins with.
         return memory.last_part < index and (memory.maker < start or not memory.is_overwritten)
 
     def _is_wanted(self, number: int) -> bool:
