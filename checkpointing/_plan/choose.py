@@ -54,7 +54,7 @@ def choose(stretch: Stretch, parts: int = 0) -> Filling:
 
 def choose_under(stretch: Stretch, peak: int) -> Filling:
     """What to keep of a stretch, under a peak; or under the least one, if that is larger."""
-    best = _filled(*_allowed(stretch, peak))
+    best = _filled(*_cuts_for(stretch, peak))
     best.join()
     return best
 
@@ -62,7 +62,7 @@ def choose_under(stretch: Stretch, peak: int) -> Filling:
 def choose_within(stretch: Stretch, budget: int) -> Filling:
     """What to keep of a stretch, in a budget: under the largest of a few peaks for which it is
     enough, so that a smaller budget never means a larger peak."""
-    cutting, cuts, least = _allowed(stretch, 0)
+    cutting, cuts, least = _cuts_for(stretch, 0)
     best = _filled(cutting, cuts, least)
     ratio = max(1, Filling(stretch, ()).peak / least)
     low, high = 0, _MOST_PEAKS
@@ -86,9 +86,9 @@ def choose_first(stretch: Stretch, budget: int) -> Filling:
     return _filled(cutting, cuts, most, budget)
 
 
-def _allowed(stretch: Stretch, peak: int) -> tuple[Cutting, Cuts, int]:
-    """The segments of a stretch, cuts for a peak, and that peak; or the least one, if that is
-    larger."""
+def _cuts_for(stretch: Stretch, peak: int) -> tuple[Cutting, Cuts, int]:
+    """The segments of a stretch, cuts for a peak, and that peak. If the least one is larger, that
+    counts instead."""
     cutting, least, tight = _tightest(stretch)
     by_hand, cuts = _by_hand(stretch, tight, max(peak, least))
     return cutting, cuts, max(peak, min(least, by_hand or least))

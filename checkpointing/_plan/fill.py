@@ -91,8 +91,9 @@ class Filling:
         return sum([self.model.work[index] for index in self.again])
 
     def join(self) -> None:
-        """Drop cuts that make no difference to the peak, because each window takes time. Where one
-        starts from a memory that it overwrites, it would have to make that if it began before."""
+        """Drop cuts that make no difference to the peak, because each window takes time. Those stay
+        at which a window starts from a memory that it overwrites: a window that begins earlier has
+        to make that memory again."""
         most, ends = max(self.peaks) * _SURE, [self.ends[-1]]
         kept = [self.memories[number] for number in self.kept]
         needed = {memory.maker for memory in kept if memory.is_overwritten}

@@ -28,13 +28,13 @@ from .groups import MOST_WRITTEN
 
 
 class Memory:
-    """What a plan knows of a memory that the block has made. In
+    """What a plan knows of a memory that the block has made. After an operator has overwritten all
+    of a memory that others have read, it counts as another one, since a run can hold either. In
 
         y = x.clone()
-        x.add_(1)  # on all of it
+        x.add_(1)
 
-    `x` is one memory before the last line, and another one after it, since a run can hold either.
-    """
+    the memory of `x` is one before the last line, and another one after it."""
 
     is_overwritten = False
     overwrites: int | None = None  # what it was before
@@ -45,7 +45,7 @@ class Memory:
     def __init__(self, number: int, storage: int, maker: int, nbytes: int, never: int) -> None:
         self.number = number
         self.storage = storage  # the memory of the path; also the first cell on it
-        # The value of which all others are views that can be made anew, if there is one.
+        # The value that is all of it, where one is known: views are made of that.
         self.whole: Value | None = (storage, NOT_WRITTEN)
         self.maker = maker
         self.nbytes = nbytes
@@ -232,7 +232,7 @@ class Model:
         else:
             memory.writers += (index,)
             memory.final = max(memory.final, index + 1)
-        memory.whole = None  # of several views, each is held
+        memory.whole = None  # each view that is read is held by itself
         self.made[index] += (memory.number,)
 
     def _now(self, storage: int) -> int:
@@ -303,7 +303,7 @@ class Model:
             whole = memory.whole
             if whole is None:
                 found.update(memory.values)
-            else:
+            else:  # views made after the last write are made anew
                 others = [v for v in memory.values if self.path.there_after(v) == whole[1]]
                 found.update([whole, *others])
         return found

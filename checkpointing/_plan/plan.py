@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Sequence, Set
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import add
 
 from torch import Tensor
@@ -33,7 +33,7 @@ class Plan:
 
     peak = 0  # simulated
     nbytes = 0  # of what it keeps, in its budget
-    counted: Set[Value] = frozenset()  # one of each memory of these bytes: nobody else holds it
+    counted: Set[Value] = frozenset()  # one of each memory that it keeps, and nobody else holds
     exceeds = False  # whether it keeps more than its budget, which has no room for a checkpoint
     size = 0  # bytes that autograd saves, as the plan assumes
     first_size = 0  # those of the run whose bytes the steps have
@@ -169,9 +169,9 @@ def _in_pieces(stretch: Stretch, budget: int) -> Plan:
 def _laid_over(choice: Filling) -> Plan:
     """The plan that keeps this."""
     model = choice.model
-    plan = Plan(model.path, model.values(choice.kept), choice.cuts)
-    to_hold = [model.values([n]) for n in choice.kept if model.memories[n].cost]
-    plan.counted = {min(values) for values in to_hold if values}
+    values = {number: model.values([number]) for number in choice.kept}
+    plan = Plan(model.path, chain(*values.values()), choice.cuts)
+    plan.counted = {min(values[n]) for n in values if values[n] and model.memories[n].cost}
     plan.peak, plan.nbytes = choice.peak, choice.nbytes
     return plan
 
@@ -239,7 +239,7 @@ def attach(plan: Plan, old: Plan | None) -> None:
         if step.keeps:
             step.keeps = tuple([each for each in step.keeps if each[0] is not old])
     saved = {path.memory_of[slot.cell] for slot in path.slots}
-    for value in plan.kept:
+    for value in sorted(plan.kept):  # in the same order on every rank
         memory = path.memory_of[value[0]]
         asked = Hold(value, memory, is_copied=memory not in saved)
         kept = plan, asked, value in plan.counted and not plan.exceeds

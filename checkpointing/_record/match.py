@@ -45,8 +45,8 @@ class Matcher:
     def __init__(self, store: Store) -> None:
         self._store, self._cells = store, store.cells
         self._outside: dict[int | None, int] = {}  # by storage: the first cell from outside there
-        # As long as these refer to a storage, no other one is where that was. Without hooks, what
-        # is held sees to it.
+        # Of those, so that no other storage gets the address of one. Without hooks, the run holds
+        # the tensors themselves.
         self._storages: list[Any] = []
         self._made: dict[int | None, int] = {}  # by storage: a cell there
         # By storage: the place among those that are met now. An old one is told by its storage.

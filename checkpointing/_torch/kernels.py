@@ -100,8 +100,8 @@ _DERIVATIVES = {
 _HANDED_ON = ("add", "sub")  # their gradient is the one that they got
 # What these make on the way for the gradient of their second argument, in sizes of the result.
 _PRODUCTS = {"div": 2, "mul": 0}
-# Operators whose kernels, on a CPU, copy arguments to the type of the result.
-_PROMOTING = ("add", "div", "mul", "sub")
+# On a CPU, the kernels of these copy an argument of another type to the type of the result.
+_PROMOTING = (*_HANDED_ON, *_PRODUCTS)
 # Losses that sum up in place: their result, a number, has memory as large as what they read.
 LARGE_NUMBERS = "mse_loss", "smooth_l1_loss"
 # Views that show less than their base, or more.
@@ -151,7 +151,7 @@ def scratch_of_forward(func: Any, args: Any, result: Any) -> int:
 
 
 def _copies_in_type(args: Any, result: Tensor) -> int:
-    """The bytes of copies of arguments, such as masks, in the type of a result."""
+    """The bytes of copies of arguments of another type, such as masks, in the type of a result."""
     read = [each for each in args if isinstance(each, Tensor) and each.is_cpu and each.dim()]
     return result.itemsize * sum([e.numel() for e in read if e.dtype != result.dtype])
 

@@ -327,6 +327,7 @@ UNWRAPPED = (Tensor, FakeTensor)
 # The public way to a storage (`untyped_storage()`) builds a Python object per call.
 storage_id: Callable[[Tensor], int] = _C._storage_id
 storage_uses = _C._storage_Use_Count  # how many tensors and storage objects use one
+# As long as one lives, no other storage is made at the address of the one that it refers to.
 StorageWeakRef = torch.multiprocessing.reductions.StorageWeakRef
 has_storage = _C._has_storage  # False for sparse, MKLDNN and other opaque layouts
 
