@@ -263,9 +263,14 @@ class Program:
         besides those of the present path is left to the runs that are in it, and recorded anew."""
         parent.next = (*parent.next, step)
         self.size += 1
-        if self.size > MOST_STEPS + step.index:
+        if self.size > MOST_STEPS + 2 * step.index:  # which counts this path with a plan
             self.forget()
         return step
+
+    def has_planned(self, count: int) -> None:
+        """A path of so many steps has got a plan. That takes about half as much as the steps, and
+        paths with one beginning share these alone."""
+        self.size += count // 2
 
     def grow(self, nbytes: int) -> None:
         """A run has saved more bytes than its plan assumed. The next run records the steps anew,
@@ -295,8 +300,9 @@ def program_of(site: Any) -> Program:
 def clear_programs() -> None:
     """Forget the programs of all call sites: every block is recorded again.
 
-    Programs hold no tensors, and take about 2 KiB per operator. A process keeps them for at most
-    256 call sites, with at most 20,000 operators each, besides those of the longest path. Blocks
+    Programs hold no tensors, and take about 2 KiB per operator, and 1 KiB for each operator of each
+    path. A process keeps them for at most 256 call sites, with 20,000 operators each (two of a path
+    count as one), besides those of the longest path. Blocks
     that are running, and backward passes that are still to come, keep the programs that they have.
 
     >>> from checkpointing import clear_programs

@@ -210,6 +210,8 @@ class Replay(Frame):
             run.own_program()
             plan = run.step.plan = plan_of(run, old)
             self.is_new = old is None
+            if old is None:
+                run.program.has_planned(len(run.path))
             if not run.is_alone:
                 attach(plan, old)
                 run.keep_what_is_there(plan)

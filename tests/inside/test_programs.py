@@ -22,7 +22,7 @@ from checkpointing._plan.choose import _bare, choose_under, choose_within
 from checkpointing._plan.fill import Filling
 from checkpointing._plan.repeats import repeats
 from checkpointing._plan.stretch import Stretch
-from checkpointing._record import program as programs
+from checkpointing._record import Path, program as programs
 from checkpointing._record.history import History
 from checkpointing._record.position import Position
 from checkpointing._replay import replay
@@ -361,6 +361,26 @@ def test_nothing_grows_with_the_number_of_programs(monkeypatch):
         step(i)
     assert steps() - before < 900
     assert not alive
+
+
+def test_plans_of_paths_with_one_beginning_do_not_add_up(monkeypatch):
+    """Such as those of a loss that goes other ways in each step."""
+    monkeypatch.setattr(programs, "MOST_STEPS", 600)
+    clear_programs()
+    x = torch.randn(8, 8, requires_grad=True)
+
+    def paths():
+        gc.collect()
+        return sum(type(each) is Path for each in gc.get_objects())
+
+    before = paths()
+    for i in range(100):
+        with checkpoint_scope():
+            y = oracle.through([torch.sin] * 100, x)
+            for k in range(7):
+                y = y.sin() if i >> k & 1 else y * 1.5
+        y.sum().backward()
+    assert paths() - before < 25
 
 
 @pytest.fixture
