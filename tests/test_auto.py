@@ -1930,6 +1930,9 @@ def against_zeros(loss):
 LOSSES = ("binary_cross_entropy_with_logits", "huber_loss", "mse_loss", "smooth_l1_loss")
 PICKED = torch.zeros(8, 8, 100, 1, dtype=torch.int64)
 MASK = torch.rand(8, 100, 100) > 0.5
+FILTERS = nn.Parameter(torch.randn(100, 100, 51, dtype=torch.complex64))
+oracle.with_gradients([FILTERS])
+products = functools.partial(torch.einsum, "bix,iox->box")  # as in a Fourier neural operator
 WORKING = {name: against_zeros(getattr(nn.functional, name)) for name in LOSSES}
 WORKING |= {
     "abs": torch.abs,
@@ -1944,6 +1947,8 @@ WORKING |= {
     "dropout by hand": lambda x: x * (torch.rand_like(x) > 0.1) / 0.9,
     "gather": lambda x: x.unsqueeze(1).expand(-1, 8, -1, -1).gather(3, PICKED),
     "irfft": lambda x: torch.fft.irfft(torch.fft.rfft(x)),
+    "irfft of columns": lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1), dim=1),
+    "irfft of products": lambda x: torch.fft.irfft(products(torch.fft.rfft(x), FILTERS)),
     "log1p": torch.log1p,
     "logaddexp": lambda x: torch.logaddexp(x, x * 2),
     "logsumexp": lambda x: x.logsumexp(-1),

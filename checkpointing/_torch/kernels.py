@@ -100,6 +100,8 @@ _DERIVATIVES = {
 _HANDED_ON = ("add", "sub")  # their gradient is the one that they got
 # What these make on the way for the gradient of their second argument, in sizes of the result.
 _PRODUCTS = {"div": 2, "mul": 0}
+# The derivatives of these conjugate what they read, if it is complex: a kernel copies it.
+_CONJUGATING = ("bmm", "mm", "mul")
 # On a CPU, the kernels of these copy an argument of another type to the type of the result.
 _PROMOTING = (*_HANDED_ON, *_PRODUCTS)
 # Losses that sum up in place: their result, a number, has memory as large as what they read.
@@ -127,14 +129,21 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
     name = _name_of(func)
     if name in _TAKING:
         return _size(result) if _shows_another_part(args[0], result) else 0
-    read = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    read = [tensor for tensor in tensors if tensor.requires_grad]
+    copied = 0
+    if name == "fft_r2c":
+        copied = 2 * _copies_of_transform(name, *args)
+    elif name in _CONJUGATING and result.is_complex():
+        others = [each for each in tensors if any(each is not other for other in read)]
+        copied = max(map(_size, others), default=0)
     if name in _PRODUCTS:
         # The gradient of a smaller argument is a sum over what it was multiplied with.
         smaller = [tensor for tensor in read if tensor.numel() < result.numel()]
         second = [tensor for tensor in read if tensor is args[1]]
         times = len(smaller) + _PRODUCTS[name] * len(second)
-        return _size(result) * times + _copies_in_type(args, result)
-    return int(_DERIVATIVES.get(name, 0) * sum(map(_size, read)))
+        return copied + _size(result) * times + _copies_in_type(args, result)
+    return int(copied + _DERIVATIVES.get(name, 0) * sum(map(_size, read)))
 
 
 def scratch_of_forward(func: Any, args: Any, result: Any) -> int:
@@ -144,6 +153,8 @@ def scratch_of_forward(func: Any, args: Any, result: Any) -> int:
         return _copies_in_type(args, result)
     if name in _LOSSES:
         return _LOSSES[name] * max([_size(each) for each in args if isinstance(each, Tensor)])
+    if name.startswith("fft_"):
+        return _copies_of_transform(name, *args)
     if name in ("log_softmax", "softmax") and is_strided(args[0]):
         # Its kernel copies what is not contiguous, such as logits without the last ones.
         return 0 if args[0].is_contiguous() else int(args[0].nbytes)
@@ -154,6 +165,16 @@ def _copies_in_type(args: Any, result: Tensor) -> int:
     """The bytes of copies of arguments of another type, such as masks, in the type of a result."""
     read = [each for each in args if isinstance(each, Tensor) and each.is_cpu and each.dim()]
     return result.itemsize * sum([e.numel() for e in read if e.dtype != result.dtype])
+
+
+def _copies_of_transform(name: str, tensor: Tensor, dims: Any, *_: Any) -> int:
+    """The bytes that a Fourier transform copies: where other dimensions lie on both sides of those
+    that it is taken over, and in an inverse one over several."""
+    if name == "fft_c2r" and len(dims) > 1:
+        return 2 * _size(tensor)
+    count = tensor.dim()
+    others = sorted({*range(count)} - {dim % count for dim in dims})
+    return _size(tensor) if others and others[-1] - others[0] >= len(others) else 0
 
 
 def _size(tensor: Tensor) -> int:
