@@ -1978,6 +1978,23 @@ WORKING |= {
 }
 
 
+@pytest.mark.parametrize("make", [nn.Parameter, torch.Tensor.requires_grad_])
+def test_gradients_of_weights_that_are_no_parameters_are_predicted(make):
+    """As in functional code. They are taken, not added up."""
+    weights, x = [make(torch.randn(64, 64)) for _ in range(12)], torch.randn(32, 64)
+
+    def step():
+        with checkpoint_scope(auto()) as step.scope:
+            y = x
+            for weight in weights:
+                y = (y @ weight).tanh()
+            loss = y.square().mean()
+        return sum(map(torch.sum, torch.autograd.grad(loss, weights))).requires_grad_()
+
+    step()
+    assert step.scope.stats.peak_predicted == pytest.approx(memory_of(step).peak, rel=0.02)
+
+
 def test_sparse_tensors_that_are_written_in_place_are_planned():
     """They have no bytes of their own."""
     x = torch.eye(4).to_sparse().requires_grad_()

@@ -332,7 +332,7 @@ class Model:
 
 
 def still_waiting(run: Run, cells: Iterable[int]) -> list[int]:
-    """Those of these cells whose parameters have no gradient yet."""
+    """Those of these cells whose tensors have no gradient yet."""
     found = [(cell, run.store.parameter(cell)) for cell in cells]
     return [cell for cell, parameter in found if parameter is None or parameter.grad is None]
 

@@ -39,7 +39,7 @@ class Path:
         self.memory_of: dict[int, int] = {}
         # Steps, by memory; the first stands for whatever was there before.
         self._writers: dict[int, list[int]] = defaultdict(lambda: [NOT_WRITTEN])
-        self.trained: list[int] = []  # cells of parameters
+        self.trained: list[int] = []  # cells of parameters, and of other tensors that require grad
         # By cell: the part that it shows of what an operator has made and another one has split.
         # (A third one may split that again otherwise: its parts would overlap with these.)
         self.parts: dict[int, int] = {}
@@ -129,8 +129,8 @@ class Path:
             self.memory_of[first.cell] = self.extent[first.cell] = first.memory
             if first.refers is not None:
                 self._add_given(first.refers)
-                if first.requires_grad:
-                    self.trained.append(first.cell)
+            if first.requires_grad and not first.is_lent:
+                self.trained.append(first.cell)
 
     def _add_given(self, asked: Hold) -> None:
         self.given.add(asked.value)

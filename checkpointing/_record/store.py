@@ -96,9 +96,10 @@ class Store:
             self.later.pop(0)()
 
     def parameter(self, cell: int) -> Tensor | None:
-        """The parameter in a cell, if it is held by itself."""
-        held = self.held.get((cell, NOT_WRITTEN))
-        return held.packed if type(held) is Aliased and held.is_parameter else None
+        """The parameter, or another strided leaf, in a cell, if it is held by itself."""
+        held: Any = self.held.get((cell, NOT_WRITTEN))
+        is_one = type(held) is Aliased and held.is_parameter and _torch.is_strided(held.packed)
+        return held.packed if is_one else None
 
     def keeps(self, cell: int) -> bool:
         """Whether the memory that was first in a cell is held. A parameter that is held by itself
