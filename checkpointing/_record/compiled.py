@@ -40,7 +40,7 @@ class CompiledCode:
             if version > self._versions.get(storage, 0):
                 self._versions[storage] = version
                 known = self._run.known
-                if known.is_made(storage) and not known.has_met(tensor):
+                if known.made_at(storage) is not None and not known.has_met(tensor):
                     self._run.written_unseen(tensor)
         return True
 

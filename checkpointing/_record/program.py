@@ -52,9 +52,9 @@ FEWER_SAVES = "fewer saves"  # what autograd saves after the step before differs
 # memory, one of these, or the layout of a tensor without a storage (sparse ones).
 OWN = "memory of its own"
 NO_STRIDES = "memory of its own, without strides"  # nested and quantized tensors
-ON_MADE = "memory that recorded operators have made"
+ON_MADE = "memory that recorded operators have made"  # with a cell of it
 ZEROS = "efficient zeros"  # for which operators run in another way
-Origin = int | str
+Origin = int | str | tuple[str, int]
 
 
 @dataclass(slots=True, eq=False)

@@ -40,7 +40,6 @@ from .ops import GATHERING_COPY, info_of, tensors_of
 from .program import (
     BROUGHT_BACK,
     FILLED,
-    ON_MADE,
     WRITTEN_UNSEEN,
     First,
     Hold,
@@ -83,7 +82,7 @@ class Recorder(Memories):
         memory = Memory(cell, OUTSIDE)
         if type(origin) is int:
             memory = self.memory_of[origin]
-        elif origin is ON_MADE:
+        elif type(origin) is tuple:  # on memory that operators have made
             memory = self.memory_at(tensor) or memory
         first = First(cell, origin, memory.number, is_parameter(tensor), tensor.requires_grad)
         if memory.is_lent:

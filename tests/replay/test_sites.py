@@ -418,6 +418,13 @@ SITES = {  # kinds of runs that go through one site, and what each does
     "numbers with an imaginary part": """
     2j, complex(-0.0, 2.0), complex(0.0, 2.0), 3 + 1j
     y = torch.view_as_real((w.sin() * kind).exp()).sin()""",
+    "an alias of one tensor or of another, made as by `copy.copy`": """
+    0, 1
+    made = [w.detach() * 2, w.detach() * 3]
+    alias = torch.empty(0).set_(made[kind].untyped_storage(), 1, (3,), (1,))
+    y = (w * made[0].clone()).sin() * (w * made[1].clone()).cos()
+    alias.mul_(2)
+    y = y + (w * made[0].clone()).sin() * (w * made[1].clone()).cos()""",
     "a kept value of which a copy is kept, with another offset": """
     None
     h = keep(torch.cat([w, w])[2:8]).as_strided((2,), (1,), 3)
