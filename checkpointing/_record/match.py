@@ -79,7 +79,7 @@ class Matcher:
         """These tensors take the next cells."""
         for first, tensor in zip(firsts, met, strict=True):
             self._cells.append(ref(tensor))
-            if type(first.origin) is not int and _has_storage(tensor):  # it is the first one there
+            if type(first.origin) is str and _has_storage(tensor):  # it is the first one there
                 self._outside[_storage_id(tensor)] = first.cell
                 if self._store.hooks is not None:
                     self._storages.append(_torch.StorageWeakRef(tensor.untyped_storage()))
@@ -107,6 +107,9 @@ class Matcher:
             return False
         is_whole = _is_whole_parameter(arg)
         if self.of(arg, is_whole, met) != first.origin:
+            return False
+        other = None if first.beside is None else self._cells[first.beside]()
+        if other is not None and _storage_of(other) != _storage_of(arg):
             return False
         is_one = first.is_parameter
         if not is_whole:
@@ -154,9 +157,8 @@ class Matcher:
             return len(cells) + number
         self._meeting[place] = len(met)
         if not is_whole:
-            made = self.made_at(place)
-            if made is not None:
-                return ON_MADE, made
+            if self.made_at(place) is not None:
+                return ON_MADE
             if _torch.is_zeros(tensor):
                 return ZEROS
         return OWN if is_whole or _torch.is_strided(tensor) else NO_STRIDES
@@ -179,16 +181,18 @@ class Matcher:
         cell = self._outside.get(place)
         return cell is not None and self._is_at(cell, place)
 
-    def made_at(self, place: int | None) -> int | None:
-        """The first cell with a tensor that is alive and uses this storage, if there is one."""
+    def made_at(self, place: int | None, beside: Tensor | None = None) -> int | None:
+        """The first cell with a tensor, `beside` this one, that is alive and uses this storage."""
         cells, made = self._cells, self._made
         for cell in range(self._looked_at, len(cells)):
             tensor = cells[cell]()
             if tensor is not None:
                 made.setdefault(_storage_of(tensor), cell)
         self._looked_at = len(cells)
-        there = range(made.get(place, len(cells)), len(cells))
-        return next((cell for cell in there if self._is_at(cell, place)), None)
+        for cell in range(made.get(place, len(cells)), len(cells)):
+            if self._is_at(cell, place) and cells[cell]() is not beside:
+                return cell
+        return None
 
 
 def _are_same(known: Any, arg: Any) -> bool:

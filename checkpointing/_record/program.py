@@ -52,9 +52,9 @@ FEWER_SAVES = "fewer saves"  # what autograd saves after the step before differs
 # memory, one of these, or the layout of a tensor without a storage (sparse ones).
 OWN = "memory of its own"
 NO_STRIDES = "memory of its own, without strides"  # nested and quantized tensors
-ON_MADE = "memory that recorded operators have made"  # with a cell of it
+ON_MADE = "memory that recorded operators have made"
 ZEROS = "efficient zeros"  # for which operators run in another way
-Origin = int | str | tuple[str, int]
+Origin = int | str
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +92,7 @@ class First:
     memory: int
     is_parameter: bool
     requires_grad: bool
+    beside: int | None  # if it is on memory that steps have made: a cell with another tensor there
     is_lent: bool = False  # a gathered parameter
     refers: Hold | None = None  # a parameter that is held by itself, from here on
 

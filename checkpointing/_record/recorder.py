@@ -40,6 +40,7 @@ from .ops import GATHERING_COPY, info_of, tensors_of
 from .program import (
     BROUGHT_BACK,
     FILLED,
+    ON_MADE,
     WRITTEN_UNSEEN,
     First,
     Hold,
@@ -79,12 +80,14 @@ class Recorder(Memories):
         """A tensor that is not known takes the next cell."""
         cell, is_whole = len(self.memory_of), _torch.is_whole_parameter(tensor)
         origin = self._known.of(tensor, is_whole, self.met)
-        memory = Memory(cell, OUTSIDE)
+        memory, beside = Memory(cell, OUTSIDE), None
         if type(origin) is int:
             memory = self.memory_of[origin]
-        elif type(origin) is tuple:  # on memory that operators have made
+        elif origin is ON_MADE:
             memory = self.memory_at(tensor) or memory
-        first = First(cell, origin, memory.number, is_parameter(tensor), tensor.requires_grad)
+            beside = self._known.made_at(_torch.storage_of(tensor), tensor)
+        requires_grad = tensor.requires_grad
+        first = First(cell, origin, memory.number, is_parameter(tensor), requires_grad, beside)
         if memory.is_lent:
             first.is_lent = first.is_parameter = True
         self.met.append(tensor)
