@@ -464,6 +464,11 @@ def test_what_is_assigned_to_a_module_instance_is_what_its_forward_uses():
     norm(x)
     assert torch.allclose(norm.running_mean, x.mean(0))
     assert [name for name, _ in linear.named_parameters()] == ["weight"]
+    linear.register_parameter("scale", nn.Parameter(torch.ones(4)))
+    linear.register_buffer("mean", torch.ones(4))
+    linear.add_module("inner", nn.Linear(4, 4, bias=False))
+    assert [*linear.state_dict()] == ["weight", "scale", "mean", "inner.weight"]
+    assert [name for name, _ in linear.named_parameters()] == ["weight", "scale", "inner.weight"]
 
 
 def test_a_module_instance_stays_a_module_of_its_model():

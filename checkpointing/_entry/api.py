@@ -409,6 +409,15 @@ class CheckpointedModule(nn.Module):
     def __getitem__(self, index: Any) -> Any:
         return self.__wrapped__[index]
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self.__wrapped__.add_module(name, module)
+
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        self.__wrapped__.register_buffer(*args, **kwargs)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self.__wrapped__.register_parameter(name, param)
+
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:

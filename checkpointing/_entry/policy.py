@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from textwrap import shorten
 from typing import Any, TypeVar
 
@@ -175,9 +176,23 @@ class Policy:
         return _either(as_policy(other), self)
 
 
+class _Operators(frozenset[Any]):
+    """Pickled by their names below `torch.ops`, since operators themselves can't be."""
+
+    def __reduce__(self) -> Any:
+        named = [
+            str(op) if isinstance(op, _torch.OpOverload) else f"higher_order.{op}" for op in self
+        ]
+        return _operators, (*named,)
+
+
+def _operators(*names: str) -> _Operators:
+    return _Operators([attrgetter(name)(torch.ops) for name in names])
+
+
 def _decide(choices: Choices, asked: Any, *about: Any) -> Answer:
     for chosen, answer in choices:
-        found = asked in chosen if type(chosen) is frozenset else _ask(chosen, asked, *about)
+        found = asked in chosen if isinstance(chosen, frozenset) else _ask(chosen, asked, *about)
         if found:
             return answer if found is True else found
     return False
@@ -249,7 +264,7 @@ def save_ops(*ops: Any) -> Policy:
                 f"a policy lists OpOverloads such as torch.ops.aten.mm.default, not {op!r}. Of an "
                 "operator such as torch.ops.aten.mm, name one of its overloads."
             )
-    listed = frozenset(ops)
+    listed = _Operators(ops)
     text = ", ".join(sorted(map(str, listed)))
     return Policy(f"save_ops({text})", of_ops=((listed, True),))
 
@@ -391,6 +406,7 @@ def offload(
 
     Raises:
         TypeError, ValueError: for an argument of another kind, or a device that holds no data.
+        RuntimeError: of `torch.device`, for one that it does not know.
 
     On CUDA and XPU, copies run on streams of their own. Tensors are prefetched in the order in
     which replays will need them; another order gives the same bits, with more waiting. A budget of
