@@ -11,7 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from oracle import PassThrough, at_once, integers as whole, leaf, plain, rerun as c, scope as s
+from oracle import (
+    DEPRECATED,
+    PassThrough,
+    at_once,
+    integers as whole,
+    leaf,
+    plain,
+    rerun as c,
+    scope as s,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
@@ -89,6 +98,21 @@ def test_parameters_that_a_region_writes(wrap, times):
     refused = pytest.raises(checkpointing.ChangedError, match="weight")
     with refused if times == 2 else contextlib.nullcontext():
         y.backward()
+
+
+@DEPRECATED
+@pytest.mark.parametrize("backend", ["rerun", "reentrant"])
+def test_parameters_of_a_module_that_are_written_before_backward(backend):
+    """The legacy backend takes them as they are then."""
+    model, x = nn.Linear(4, 4, bias=False), torch.ones(1, 4, requires_grad=True)
+    nn.init.ones_(model.weight)
+    y = checkpointed(lambda x: model(x).square(), backend=backend)(x)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    refused = pytest.raises(checkpointing.ChangedError, match="weight")
+    with refused if backend == "rerun" else contextlib.nullcontext():
+        y.sum().backward()
+        assert model.weight.grad.tolist() == [[16.0] * 4] * 4
 
 
 def test_copies_that_are_not_deep():
