@@ -255,8 +255,8 @@ def suppressed() -> RuntimeError:
 def not_recorded(frame: object, function: str) -> MismatchError:
     return MismatchError(
         f"{frame}: the recompute calls {function}, which is forward_only, but has no result of it: "
-        "in the forward it raised, or was not called. Make the number of calls depend on the "
-        "arguments of the region only."
+        "in the forward it raised, or was not called at this place. Results are matched in order: "
+        "make the calls depend on the arguments of the region only."
     )
 
 

@@ -284,6 +284,15 @@ def test_exported(door):
     assert operators == ["aten.matmul.default", "aten.sin.default", "aten.cos.default"]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("modules", ["*", lambda name, module: name == ""], ids=["parts", "all"])
+def test_a_model_in_regions_is_exported_like_the_model(modules, strict):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(4, 4)
+    want = targets(torch.export.export(model, (x,), strict=strict))
+    checkpoint_modules(model, modules)
+    assert targets(torch.export.export(model, (x,), strict=strict)) == want
+
+
 def fn(x, y):
     return torch.sigmoid(torch.matmul(torch.matmul(x, y).sin(), y))
 

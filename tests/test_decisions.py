@@ -214,3 +214,19 @@ def test_decisions_count_as_kept():
     assert held_bytes(lambda x, p: pool(x.sin()).cos(), x, p) == 0
     vocabulary = torch.randn(1 << 17, requires_grad=True)
     assert held_bytes(lambda x: x.sin().sort().values.cos(), vocabulary) == 0  # too large
+
+
+@pytest.mark.parametrize("inside", [scope, replay, lambda block: scope(scope(block))])
+def test_what_a_block_in_a_rerun_keeps_is_what_its_rerun_meets(inside):
+    """The rerun calls the block again, and its scores come out otherwise."""
+    calls, x = itertools.count(), torch.randn(6, 8, requires_grad=True)
+
+    def block(x):
+        scores = x.detach().sum(0) * (1 if next(calls) == 0 else -1)
+        return x[:, keep(scores.argsort()[:3])].sin().exp()
+
+    chosen = x.detach().sum(0).argsort()[:3]
+    (want,) = torch.autograd.grad(x[:, chosen].sin().exp().cos().tanh().sum(), x)
+    y = checkpointed(lambda x: inside(block)(x).cos().tanh())(x)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
+    assert next(calls) == 2

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import checkpointing
-from checkpointing import checkpointed, forward_only, keep
+from checkpointing import checkpointed, forward_only, is_recomputing, keep
 
 program = Programs()
 
@@ -210,6 +210,27 @@ def test_a_call_of_which_the_forward_has_no_result_is_an_error(why):
 
     with pytest.raises(checkpointing.MismatchError, match=r"calls .*note, which is forward_only"):
         checkpointed(fn)(leaf()).sum().backward()
+
+
+def test_a_result_of_one_function_is_not_that_of_another():
+    """Where the recompute skips a call, which `is_recomputing()` makes easy."""
+    scale = forward_only(lambda x: x.amax())
+
+    class Scale:
+        def __call__(self, x):
+            return x.amax()
+
+    for other in (forward_only(torch.sum), forward_only(Scale())):
+
+        @checkpointed
+        def fn(x):
+            if not is_recomputing():
+                other(x)  # noqa: B023
+            return (x * scale(x)).exp()
+
+        y = fn(torch.ones(3, requires_grad=True))
+        with pytest.raises(checkpointing.MismatchError, match="at this place"):
+            y.sum().backward()
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, checkpointing.disabled])

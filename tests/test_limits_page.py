@@ -24,6 +24,7 @@ from oracle import (
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import checkpointing
@@ -126,6 +127,8 @@ def test_copies_that_are_not_deep():
         other._parameters = {"weight": layer.weight * 2, "bias": layer.bias}
         assert not torch.equal(other(x), layer(x))
         assert torch.equal(other.forward(x), layer(x))
+    with pytest.raises(KeyError):
+        prune.l1_unstructured(checkpointed(layer), "weight", 0.5)
 
 
 @pytest.mark.parametrize("door", [c, s])
@@ -192,6 +195,18 @@ def test_code_that_a_rerun_skips_is_the_first_to_read():
     with pytest.raises(checkpointing.MismatchError):
         gradient(region, torch.sum)
     assert not torch.equal(gradient(region, torch.exp), gradient(lambda body: body, torch.exp))
+
+
+@pytest.mark.parametrize("function", [checkpointing.keep, checkpointing.forward_only(torch.clone)])
+def test_code_that_a_rerun_skips_takes_values_in_order(function):
+    def body(x):
+        if not is_recomputing():
+            function(x * 5)
+        y = function(x.sin())
+        return (y * x).exp()
+
+    found, want = [torch.autograd.grad(f(x := leaf()).sum(), x)[0] for f in (c(body), body)]
+    assert not torch.equal(found, want)
 
 
 @pytest.mark.parametrize("outer", [c, s])

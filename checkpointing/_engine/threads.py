@@ -26,6 +26,10 @@ class Region:
         """Hold a value: recompute starts from it."""
         return tensor
 
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A rerun around enters this region again, which must then meet the same value."""
+        return tensor if self.outer is None else self.outer.pin(tensor)
+
     def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of a call that a recompute must not repeat."""
         return None

@@ -155,7 +155,8 @@ def forward_only(fn: F, /) -> F:
         TypeError: for generator functions, async functions, classes that are no modules, and
             classes of torch's own.
         MismatchError: from backward, if the recompute calls such functions more often than the
-            forward did, or where one raised. (Where the forward called none, they are just called.)
+            forward did, in another order, or where one raised. (Where the forward called none, they
+            are just called.)
 
     Example:
         >>> import torch
@@ -238,8 +239,8 @@ def checkpointed(fn: Any = None, /, *given: Any, **options: Unpack[Given]) -> An
         policy: the values to keep instead of recomputing them (implies replay): `auto()`,
             `save_ops(...)`, `save_tagged(...)`, `offload(...)`, combinations of them by `|`, a list
             of `OpOverload`s, or a function `(ctx, op, *args, **kwargs)` that returns a
-            `torch.utils.checkpoint.CheckpointPolicy` or a bool. Inner regions without a policy
-            follow it, too.
+            `torch.utils.checkpoint.CheckpointPolicy` or a bool. Inner scopes and
+            replays without a policy follow it, too.
         debug: log the operators of forward and recompute, and show both in errors. Slow.
         report: note the saved tensors for `report(loss)`, also in inner regions, as does `debug`.
             Slow.
@@ -431,6 +432,9 @@ class CheckpointedModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__.state_dict(*args, **kwargs)
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__.load_state_dict(*args, **kwargs)
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *about: Any) -> None:
         inside = prefix + "_checkpoint_wrapped_module."
         for name in [name for name in state_dict if name.startswith(prefix)]:
@@ -453,7 +457,7 @@ def refuse_generators(entry: str, fn: Any) -> None:
 
 def run(options: Options, fn: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Call a function in a region."""
-    if not options.enabled:
+    if not options.enabled or torch.compiler.is_exporting():
         return fn(*args, **kwargs)
     name = options.name or name
     if options.backend == "replay":

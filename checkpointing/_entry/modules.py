@@ -205,6 +205,10 @@ class _Forward(CheckpointedObject):
     def __wrapped__(self) -> Any:
         return self._forward_of(self._module())
 
+    @property
+    def __code__(self) -> Any:  # which `torch.export` looks at
+        return self.__wrapped__.__code__
+
     def _forward_of(self, module: Any) -> Any:
         if self.own is not None:
             return self.own

@@ -212,6 +212,7 @@ class Run(Follower):
     def keep(self, tensor: Tensor) -> Tensor:
         """Hold a value: recompute starts from it, and never crosses it."""
         self.store.settle()
+        tensor = self.pin(tensor)
         self.keep_at(tensor, self._keeper)
         return tensor
 

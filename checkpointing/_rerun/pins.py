@@ -86,7 +86,8 @@ class Result:
     after: Generators | None = None  # the generators after the call, if it drew numbers
     buffers = Moment([])  # rewound ones after the call
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name  # of the function
         self.pins: list[Pin] = []
         # Tensors in its arguments that it wrote: their places, memory, and what it left in them.
         self.written: list[tuple[Place, weakref.ref[Any], Pin]] = []
@@ -172,12 +173,16 @@ class Repeated(Region):
             without_recording(_torch.write, one, other)
         return tensor
 
+    pin = keep
+
     def once(self, function: Any, args: Any, kwargs: Any) -> Any:
-        result = next(self._results, Result())
+        name = name_of(function)
+        result = next(self._results, Result(name))
+        if result.name != name:
+            raise errors.not_recorded(self._frame, name)
         if not hasattr(result, "value"):
             if not self._frame.complete:  # a rerun for a backward inside the region
                 return without_slots(function, args, kwargs)
-            name = getattr(function, "__qualname__", repr(function))
             raise errors.not_recorded(self._frame, name)
         if result.after is not None:
             result.after.enter([])
@@ -193,6 +198,10 @@ class Repeated(Region):
         with within(None):
             result.write_again(self._frame, given)
             return put_together(result.value, restore)
+
+
+def name_of(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def given_to(args: Any, kwargs: Any) -> dict[Place, Any]:

@@ -47,7 +47,7 @@ from .._engine import (
 from .ambient import Ambient
 from .buffers import Buffers, Moment
 from .inputs import Cells, Inputs, contents_of, fill
-from .pins import Pin, Repeated, Result, given_to, without_slots
+from .pins import Pin, Repeated, Result, given_to, name_of, without_slots
 from .slots import Calling, Slots
 
 PreserveRngState = bool | Literal["all"]
@@ -170,11 +170,11 @@ class Rerun(Region, Call, Slots):
     def keep(self, tensor: Tensor) -> Tensor:
         if self._is_aside or is_parameter(tensor):
             return tensor
-        if isinstance(self.outer, Rerun | Repeated):
-            # Its rerun enters this region again, which must then meet the same value.
-            tensor = self.outer.keep(tensor)
+        tensor = super().pin(tensor)
         self.pins += (Pin(tensor, self._hooks, "a value given to keep()"),)
         return tensor
+
+    pin = keep
 
     def keep_for_inner(self, tensor: Tensor) -> None:
         """Do nothing: a rerun enters the inner region again, which keeps the value again."""
@@ -182,7 +182,7 @@ class Rerun(Region, Call, Slots):
     def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         if self._is_aside:
             return without_slots(function, args, kwargs, self.outer)
-        result, before = Result(), self.random()
+        result, before = Result(name_of(function)), self.random()
         self.results += (result,)
         given = given_to(args, kwargs)
         tensors = [
