@@ -29,6 +29,7 @@ from ._entry import (
     CheckpointFunction as CheckpointFunction,
     Options,
     check_backward_validity as check_backward_validity,
+    is_disabled,
     is_plain,
     run_rerun,
     switched,
@@ -186,6 +187,8 @@ def _checkpoint(options: Any, function: Any, args: Any, kwargs: Any, name: str =
                 "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported "
                 "when use_reentrant=False."
             )
+        if is_disabled():
+            return function(*args)
         return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
             function, options["preserve_rng_state"], *args
         )

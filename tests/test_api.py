@@ -468,7 +468,8 @@ def test_what_is_assigned_to_a_module_instance_is_what_its_forward_uses():
     linear.register_buffer("mean", torch.ones(4))
     linear.add_module("inner", nn.Linear(4, 4, bias=False))
     assert [*linear.state_dict()] == ["weight", "scale", "mean", "inner.weight"]
-    assert linear.load_state_dict({}, strict=False).missing_keys == [*linear.state_dict()]
+    for module in (linear, nn.Sequential(linear)):  # by itself, and as a part
+        assert module.load_state_dict({}, strict=False).missing_keys == [*module.state_dict()]
     assert [name for name, _ in linear.named_parameters()] == ["weight", "scale", "inner.weight"]
 
 

@@ -698,6 +698,17 @@ def test_ways_to_switch_it_off(how):
     assert (y.grad_fn is None) is (how == "no_grad")
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_drop_in_is_switched_off_with_all_regions(use_reentrant):
+    runs = []
+    with disabled():
+        y = ours.checkpoint(
+            lambda x: runs.append(1) or x.sin(), leaf(), use_reentrant=use_reentrant
+        )
+    y.sum().backward()
+    assert runs == [1]
+
+
 def test_keywords_are_refused():
     ran = []
     with pytest.raises(ValueError, match=r"Unexpected keyword arguments: k.*backend='rerun'"):

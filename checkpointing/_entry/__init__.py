@@ -11,6 +11,7 @@ from .api import (
     checkpointed,
     disabled,
     forward_only,
+    is_disabled,
     is_plain,
     is_recomputing,
     run_rerun,

@@ -82,6 +82,7 @@ for _name, _module in [*sys.modules.items()]:
         _torch.keep_dynamo_out(_module, _name)  # hooks run it
 
 _disabled = ContextVar("checkpointing.disabled", default=False)
+is_disabled = _disabled.get
 
 
 @contextmanager
@@ -186,7 +187,7 @@ def _once(fn: Any, args: Any, kwargs: Any, name: str) -> Any:
 def is_plain() -> bool:
     """Whether to run without a region (rule 10), as while a graph is traced: the trace contains the
     backward, or none, and a recompute would put the tensors of this run into it."""
-    if not is_grad_enabled() or _disabled.get():
+    if not is_grad_enabled() or is_disabled():
         return True
     if _torch.mode_count() and _torch.is_tracing():
         return True
@@ -388,6 +389,7 @@ class CheckpointedModule(nn.Module):
         super().__init__()
         # The name that torch's distributed checkpoints leave out.
         self._checkpoint_wrapped_module, self._run = fn, run
+        self.register_load_state_dict_post_hook(_leave_out)  # type: ignore[no-untyped-call]
         self._enters_region = run is not _once
         del self.training
 
@@ -432,14 +434,17 @@ class CheckpointedModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__wrapped__.load_state_dict(*args, **kwargs)
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *about: Any) -> None:
         inside = prefix + "_checkpoint_wrapped_module."
         for name in [name for name in state_dict if name.startswith(prefix)]:
             state_dict[inside + name.removeprefix(prefix)] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *about)
+
+
+def _leave_out(_: nn.Module, incompatible: Any) -> None:
+    """Name keys without the name of the module that is wrapped."""
+    for keys in incompatible:
+        keys[:] = [key.replace("_checkpoint_wrapped_module.", "") for key in keys]
 
 
 def refuse_generators(entry: str, fn: Any) -> None:

@@ -181,7 +181,8 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
 
     Raises:
         ValueError: if autograd saves nothing in the function, if a backward runs in it, if
-            checkpoints of another library hide what it saves, or if a lazy module has yet to run.
+            checkpoints of another library around modules hide what they save, or if a lazy module
+            has yet to run.
 
     Example:
         >>> import torch

@@ -106,7 +106,8 @@ def keep(x: T) -> T:
 def tag(x: T, name: str) -> T:
     """Name a value, for `policy=save_tagged(name)`.
 
-    The innermost region with a policy decides. If it does not keep the name, nothing happens.
+    The innermost scope or replay with a policy decides. If it does not keep the name, nothing
+    happens.
 
     Args:
         x: a tensor of any shape, dtype and device, or any nesting of containers and dataclasses of

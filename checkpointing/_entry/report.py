@@ -67,7 +67,8 @@ class RegionReport(NamedTuple):
     brings back are not held here. `line` is where the region was entered. `replays` counts the
     windows that a recorded block has replayed; it is None for a rerun.
 
-    Without `report=True`, `saved` is empty, and the `bytes_saved` of a rerun are None.
+    Without `report=True`, `saved` is empty, the `bytes_saved` of a rerun are None, and those of a
+    recorded block count leaves that are no parameters.
     """
 
     name: str
