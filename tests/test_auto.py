@@ -1950,6 +1950,7 @@ WORKING |= {
     "div": lambda x: x.exp() / (x + 2),
     "div, expanded": lambda x: x.exp() / x.mean(2, keepdim=True).expand_as(x),
     "dropout by hand": lambda x: x * (torch.rand_like(x) > 0.1) / 0.9,
+    "frequencies": lambda x: torch.fft.fftfreq(100) * x,
     "gather": lambda x: x.unsqueeze(1).expand(-1, 8, -1, -1).gather(3, PICKED),
     "irfft": lambda x: torch.fft.irfft(torch.fft.rfft(x)),
     "irfft of columns": lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1), dim=1),

@@ -8,7 +8,20 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from oracle import Hooks, apply, bits, count, leaf, replay, rerun, same_bits, scope, seed, through
+from oracle import (
+    Hooks,
+    apply,
+    bits,
+    count,
+    leaf,
+    memory_of,
+    replay,
+    rerun,
+    same_bits,
+    scope,
+    seed,
+    through,
+)
 from test_arguments import STRUCTURES
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -422,3 +435,15 @@ def test_a_parameter_needs_no_pin():
     x, w = leaf(3), torch.nn.Parameter(torch.full((), 3.0))
     body = lambda x: (keep((x * (v := keep(w))).square()) * v).square()
     same_bits(rerun, lambda door: torch.autograd.grad(door(body)(x).sum(), (x, w)))
+
+
+@pytest.mark.parametrize("inside", [scope, lambda fn, **options: scope(scope(fn, **options))])
+def test_what_a_policy_keeps_in_a_rerun_is_not_held_by_the_rerun(inside):
+    """It calls the function again, which keeps it again."""
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def held(**options):
+        block = inside(lambda x: (x @ x).sin().exp().cos(), **options)
+        return memory_of(lambda: checkpointed(lambda x: block(x).tanh())(x).sum()).held
+
+    assert held(policy=save_ops(MM, SIN, EXP)) == held()

@@ -240,8 +240,8 @@ def checkpointed(fn: Any = None, /, *given: Any, **options: Unpack[Given]) -> An
         policy: the values to keep instead of recomputing them (implies replay): `auto()`,
             `save_ops(...)`, `save_tagged(...)`, `offload(...)`, combinations of them by `|`, a list
             of `OpOverload`s, or a function `(ctx, op, *args, **kwargs)` that returns a
-            `torch.utils.checkpoint.CheckpointPolicy` or a bool. Inner scopes and
-            replays without a policy follow it, too.
+            `torch.utils.checkpoint.CheckpointPolicy` or a bool. Inner scopes and replays without a
+            policy follow it, too.
         debug: log the operators of forward and recompute, and show both in errors. Slow.
         report: note the saved tensors for `report(loss)`, also in inner regions, as does `debug`.
             Slow.

@@ -302,9 +302,9 @@ def clear_programs() -> None:
     """Forget the programs of all call sites: every block is recorded again.
 
     Programs hold no tensors, and take about 2 KiB per operator, and 1 KiB for each operator of each
-    path. A process keeps them for at most 256 call sites, with 20,000 operators each (two of a path
-    count as one), besides those of the longest path. Blocks
-    that are running, and backward passes that are still to come, keep the programs that they have.
+    path. A process keeps them for at most 256 call sites, with at most 20,000 operators each, where
+    two operators of a path count as one more, besides those of the longest path. Blocks that are
+    running, and backward passes that are still to come, keep the programs that they have.
 
     >>> from checkpointing import clear_programs
     >>> clear_programs()

@@ -217,7 +217,8 @@ class Run(Follower):
         return tensor
 
     def keep_for_inner(self, tensor: Tensor) -> None:
-        self.keep(tensor)
+        self.store.settle()
+        self.keep_at(tensor, self._keeper)
         super().keep_for_inner(tensor)
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:

@@ -120,6 +120,7 @@ _HANDED_ON = ("add", "sub")  # their gradient is the one that they got
 _PRODUCTS = {"div": 2, "mul": 0}
 # The derivatives of these conjugate what they read, if it is complex: a kernel copies it.
 _CONJUGATING = ("bmm", "mm", "mul")
+_TRANSFORMS = ("fft_c2c", "fft_c2r", "fft_r2c")
 # On a CPU, the kernels of these copy an argument of another type to the type of the result.
 _PROMOTING = (*_HANDED_ON, *_PRODUCTS)
 # Losses that sum up in place: their result, a number, has memory as large as what they read.
@@ -171,7 +172,7 @@ def scratch_of_forward(func: Any, args: Any, result: Any) -> int:
         return _copies_in_type(args, result)
     if name in _LOSSES:
         return _LOSSES[name] * max([_size(each) for each in args if isinstance(each, Tensor)])
-    if name.startswith("fft_"):
+    if name in _TRANSFORMS:
         return _copies_of_transform(name, *args)
     if name in ("log_softmax", "softmax") and is_strided(args[0]):
         # Its kernel copies what is not contiguous, such as logits without the last ones.
