@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import noop_context_fn as noop_context_fn
 
 from . import _torch
-from ._engine import warn
+from ._engine import name_of, warn
 from ._entry import (
     CheckpointedObject,
     CheckpointFunction as CheckpointFunction,
@@ -204,7 +204,7 @@ def _checkpoint(options: Any, function: Any, args: Any, kwargs: Any, name: str =
     early_stop = _switch(_early_stop, "_enable_checkpoint_early_stop", options["early_stop"])
     rng = options["preserve_rng_state"]
     ours = Options("rerun", True, rng, early_stop, _CHECKS[check], debug=debug)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
+    name = name_of(function)
     was_up = _torch.accelerator_is_up()
     result = run_rerun(function, args, kwargs, name, ours, contexts, "torch.utils.checkpoint")
     if rng and was_up != _torch.accelerator_is_up():

@@ -1697,7 +1697,7 @@ STACKS = [  # how much of torch's peak is needed at most, how far a plan may be 
         (Stacks.layers_before_a_loss, 1.0, 0.05, words, {})
         for words in (
             *itertools.product([1], SMALL_LAYERS, LAST_OPERATORS),
-            *zip([3] * 7, SMALL_LAYERS * 2, LAST_OPERATORS),  # noqa: B905
+            *zip([3] * 7, SMALL_LAYERS * 2, LAST_OPERATORS, strict=False),
         )
     ),
     *((Stacks.a_codebook_between_two_stacks, 1.0, 0.05, (), how) for how in ({}, LEAST)),

@@ -39,4 +39,4 @@ from .tensors import (
 )
 from .threads import Region, aside, thread, within, without_recording
 from .tree import ATOMS, Field, map_tensors, put_together, take_apart, tensors_in
-from .where import described, entered_from, stack_of_user, user_line, warn
+from .where import described, entered_from, name_of, stack_of_user, user_line, warn

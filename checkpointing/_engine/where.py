@@ -10,6 +10,7 @@ import sys
 import traceback
 import warnings
 from types import CodeType, FrameType
+from typing import Any
 
 Line = tuple[CodeType, int]  # a code object and an instruction in it
 
@@ -23,6 +24,11 @@ def entered_from(frame: FrameType) -> Line:
     while frame.f_code.co_filename.startswith(_NOT_USER_CODE) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code, frame.f_lasti
+
+
+def name_of(function: Any) -> str:
+    """A function, or an object that is called like one, as messages name it."""
+    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def user_line() -> str:

@@ -435,16 +435,19 @@ class CheckpointedModule(nn.Module):
         return self.__wrapped__.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *about: Any) -> None:
-        inside = prefix + "_checkpoint_wrapped_module."
+        inside = prefix + _INSIDE
         for name in [name for name in state_dict if name.startswith(prefix)]:
             state_dict[inside + name.removeprefix(prefix)] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *about)
 
 
+_INSIDE = "_checkpoint_wrapped_module."  # which its own loading puts before each key
+
+
 def _leave_out(_: nn.Module, incompatible: Any) -> None:
-    """Name keys without the name of the module that is wrapped."""
+    """Name keys as in the state of the module itself."""
     for keys in incompatible:
-        keys[:] = [key.replace("_checkpoint_wrapped_module.", "") for key in keys]
+        keys[:] = [key.replace(_INSIDE, "") for key in keys]
 
 
 def refuse_generators(entry: str, fn: Any) -> None:

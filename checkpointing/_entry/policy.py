@@ -184,10 +184,10 @@ class _Operators(frozenset[Any]):
         named = [
             str(op) if isinstance(op, _torch.OpOverload) else f"higher_order.{op}" for op in self
         ]
-        return _operators, (*named,)
+        return _operators_named, (*named,)
 
 
-def _operators(*names: str) -> _Operators:
+def _operators_named(*names: str) -> _Operators:
     return _Operators([attrgetter(name)(torch.ops) for name in names])
 
 

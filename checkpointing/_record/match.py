@@ -181,8 +181,8 @@ class Matcher:
         cell = self._outside.get(place)
         return cell is not None and self._is_at(cell, place)
 
-    def made_at(self, place: int | None, beside: Tensor | None = None) -> int | None:
-        """The first cell with a tensor, `beside` this one, that is alive and uses this storage."""
+    def made_at(self, place: int | None, but: Tensor | None = None) -> int | None:
+        """The first cell with a tensor, other than `but`, that is alive and uses this storage."""
         cells, made = self._cells, self._made
         for cell in range(self._looked_at, len(cells)):
             tensor = cells[cell]()
@@ -190,7 +190,7 @@ class Matcher:
                 made.setdefault(_storage_of(tensor), cell)
         self._looked_at = len(cells)
         for cell in range(made.get(place, len(cells)), len(cells)):
-            if self._is_at(cell, place) and cells[cell]() is not beside:
+            if self._is_at(cell, place) and cells[cell]() is not but:
                 return cell
         return None
 

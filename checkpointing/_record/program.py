@@ -264,13 +264,13 @@ class Program:
         besides those of the present path is left to the runs that are in it, and recorded anew."""
         parent.next = (*parent.next, step)
         self.size += 1
-        if self.size > MOST_STEPS + 2 * step.index:  # which counts this path with a plan
+        if self.size > MOST_STEPS + 2 * step.index:  # the second time for its plan
             self.forget()
         return step
 
     def has_planned(self, count: int) -> None:
-        """A path of so many steps has got a plan. That takes about half as much as the steps, and
-        paths with one beginning share these alone."""
+        """A path of so many steps has a plan now. The plan takes about half as much memory as the
+        steps, and is not shared by paths that begin alike, as these are."""
         self.size += count // 2
 
     def grow(self, nbytes: int) -> None:
@@ -301,10 +301,10 @@ def program_of(site: Any) -> Program:
 def clear_programs() -> None:
     """Forget the programs of all call sites: every block is recorded again.
 
-    Programs hold no tensors, and take about 2 KiB per operator, and 1 KiB for each operator of each
-    path. A process keeps them for at most 256 call sites, with at most 20,000 operators each, where
-    two operators of a path count as one more, besides those of the longest path. Blocks that are
-    running, and backward passes that are still to come, keep the programs that they have.
+    Programs hold no tensors. They take about 2 KiB per operator, and 1 KiB more for each path that
+    it is part of. A process keeps them for at most 256 call sites. Each has at most 20,000
+    operators, to which every path adds half of its own; the longest path does not count. Blocks
+    that are running, and backward passes that are still to come, keep the programs that they have.
 
     >>> from checkpointing import clear_programs
     >>> clear_programs()

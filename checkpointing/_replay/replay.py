@@ -210,7 +210,7 @@ class Replay(Frame):
             run.own_program()
             plan = run.step.plan = plan_of(run, old)
             self.is_new = old is None
-            if old is None:
+            if self.is_new:
                 run.program.has_planned(len(run.path))
             if not run.is_alone:
                 attach(plan, old)

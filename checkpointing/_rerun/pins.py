@@ -23,6 +23,7 @@ from .._engine import (
     hold,
     identity,
     is_parameter,
+    name_of,
     named,
     put_together,
     take_apart,
@@ -198,10 +199,6 @@ class Repeated(Region):
         with within(None):
             result.write_again(self._frame, given)
             return put_together(result.value, restore)
-
-
-def name_of(function: Any) -> str:
-    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def given_to(args: Any, kwargs: Any) -> dict[Place, Any]:

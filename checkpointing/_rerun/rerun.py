@@ -34,6 +34,7 @@ from .._engine import (
     Task,
     Undo,
     is_parameter,
+    name_of,
     named,
     note_written,
     put_together,
@@ -47,7 +48,7 @@ from .._engine import (
 from .ambient import Ambient
 from .buffers import Buffers, Moment
 from .inputs import Cells, Inputs, contents_of, fill
-from .pins import Pin, Repeated, Result, given_to, name_of, without_slots
+from .pins import Pin, Repeated, Result, given_to, without_slots
 from .slots import Calling, Slots
 
 PreserveRngState = bool | Literal["all"]
