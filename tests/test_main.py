@@ -81,7 +81,9 @@ def test_a_way_that_differs_fails_the_run(monkeypatch, wrong, steps, verdict):
     assert rows["wrong"].verdict == f"other {verdict}"
 
 
-@pytest.mark.parametrize("arguments", [["--context", "many"], ["--layer-count=3"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--context", "many"], ["--steps", "0"], ["--layer-count=3"]], ids=" ".join
+)
 def test_wrong_values_get_status_2(capsys, arguments):
     with pytest.raises(SystemExit) as exit_:
         job.main(arguments)

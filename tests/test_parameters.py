@@ -390,6 +390,26 @@ def test_parameters_that_are_read_and_then_exchanged_are_refused(door, name, kin
 
 
 @pytest.mark.parametrize("door", RERUNS)
+def test_a_parameter_of_no_module_may_be_exchanged_for_a_copy_only(door):
+    """Weights in a list, as in functional code. One that the function makes is a copy, too."""
+    x, weights = leaf(2, 4), [nn.Parameter(data(4, 4))]
+
+    def fn(x):
+        made = nn.Parameter(data(4))
+        return (x @ weights[0] * made).square()
+
+    def step(door, factor):
+        y, x.grad = door(fn)(x), None
+        weights[0] = nn.Parameter(weights[0].detach() * factor)
+        y.sum().backward()
+        return x.grad
+
+    same(step(WAYS[door], 1), step(plain, 1))
+    with pytest.raises(MismatchError, match=r"saves a parameter .* saved a parameter"):
+        step(WAYS[door], 2)
+
+
+@pytest.mark.parametrize("door", RERUNS)
 def test_a_parameter_that_was_read_while_it_was_frozen_is_frozen_still(door):
     net, x = Reads().requires_grad_(False), leaf(4, 4)
     _, two = WAYS[door](net)(x)

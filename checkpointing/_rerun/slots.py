@@ -204,7 +204,7 @@ class Calling:
     def _compare_parameters(self, holder: Holder, found: Shown | None) -> None:
         """Where either run saves a parameter that trains, or a view of one, the other must save the
         same one, unwritten. Parameters that the function makes are new each time, and hooks may
-        bring in frozen ones anew."""
+        bring in frozen ones anew: those must have the same values."""
         frame, saved = self.frame, holder.saved
         (then, must_stay), (now, must_be) = map(self._described, (saved, found))
         if saved is not None and found is not None:
@@ -213,8 +213,7 @@ class Calling:
                 what = "" if saved[2] is found[2] else "`requires_grad` of "
                 raise errors.changed(frame, what + now)
             parameter, other = saved[-1](), found[-1]()
-            trains = parameter is not None and parameter.requires_grad
-            if not (must_stay or must_be) and (trains or not is_another(parameter, other)):
+            if not (must_stay or must_be or is_another(parameter, other)):
                 return
         raise errors.other_parameter(frame, holder.slot, user_line(), then, now)
 
