@@ -223,7 +223,7 @@ def _complaint(plan: Plan, asked: Placement, least: int) -> str:
     if budget is None:
         return ""
     if least > budget:
-        why = "`keep`, other policies, or FSDP2 keep more than that in this block"
+        why = "`keep`, other policies, decisions, or FSDP2 keep more than that in this block"
     elif plan.exceeds:
         why = "no room for checkpoints that lower the peak, so more is kept"
         least += plan.nbytes

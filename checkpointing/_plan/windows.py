@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _torch
 from .._record import BROUGHT_BACK, First, Known, Like, Parts, Path, Slice, Slot, Step, Value
 
 # A target that a window has made: its number, its place, and the part of a memory, or the whole,
@@ -35,6 +36,8 @@ class Instruction:
             self.run = partial(_call_with_offset, step.run, step.offset)
         if step.reads_metadata:
             self.run = partial(_call_like, self.run)
+        if step.info.base == "set_":
+            self.run = partial(_call_with_alias, self.run)
         # With the keywords that are constants.
         self.call = partial(self.run, **named) if named else self.run
         holds_tensors = any(isinstance(arg, Known | First | Parts) for arg in named.values())
@@ -171,6 +174,11 @@ def _call_with_offset(function: Callable[..., Any], place: int, *args: Any, **na
     """Call a function whose offset counts from that of its first argument."""
     offset = args[place] + args[0].storage_offset()
     return function(*args[:place], offset, *args[place + 1 :], **named)
+
+
+def _call_with_alias(function: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
+    """Call a function that gives its first argument other memory: it may be a target."""
+    return function(_torch.alias(tensor), *args)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -156,11 +156,11 @@ class Matcher:
         if number < len(met) and _storage_of(met[number]) == place:
             return len(cells) + number
         self._meeting[place] = len(met)
-        if not is_whole:
-            if self.made_at(place) is not None:
-                return ON_MADE
-            if _torch.is_zeros(tensor):
-                return ZEROS
+        # Mostly, a parameter is the only tensor on its memory.
+        if (not is_whole or _torch.is_shared(tensor)) and self.made_at(place) is not None:
+            return ON_MADE
+        if not is_whole and _torch.is_zeros(tensor):
+            return ZEROS
         return OWN if is_whole or _torch.is_strided(tensor) else NO_STRIDES
 
     def _is_at(self, cell: int, place: int | None) -> bool:

@@ -63,7 +63,7 @@ class Info:
             if getattr(argument.alias_info, "is_write", False)
         )
         # It does not read the memory that it writes.
-        writes_out = all(type(place) is str for place in self.targets)
+        writes_out = not self.custom and all(type(place) is str for place in self.targets)
         self.overwrites = writes_out or self.base in OVERWRITES
         if self.communicates:  # its schema does not show its writes
             self.targets = (0, "out") if self.base.endswith("_") else ("out",)

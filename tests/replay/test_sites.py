@@ -425,6 +425,21 @@ SITES = {  # kinds of runs that go through one site, and what each does
     y = (w * made[0].clone()).sin() * (w * made[1].clone()).cos()
     alias.mul_(2)
     y = y + (w * made[0].clone()).sin() * (w * made[1].clone()).cos()""",
+    "a parameter around one tensor that the block has made, or another, or a copy": """
+    0, 1, 2
+    made = [w.detach() * 2, w.detach() * 3]
+    parameter = torch.nn.Parameter([*made, made[0].clone()][kind])
+    y = (w * made[0].clone()).sin() * (w * made[1].clone()).cos() * parameter.sum()
+    with torch.no_grad():
+        parameter.mul_(2)
+    y = y + (w * made[0].clone()).sin() * (w * made[1].clone()).cos()""",
+    "a tensor that is set to other memory after a region inside has taken it": """
+    None
+    made, other = w.detach() * 2, w.detach() * 3
+    y = rerun(lambda w, made: w * (made + 1))(w * 1, made)
+    with torch.no_grad():
+        made.set_(other)
+    y = (y * made).sin()""",
     "a kept value of which a copy is kept, with another offset": """
     None
     h = keep(torch.cat([w, w])[2:8]).as_strided((2,), (1,), 3)
