@@ -1822,6 +1822,23 @@ class Shown:
         net, x = nn.GRU(64, 64, 2), torch.randn(10, 128, 64, requires_grad=True)
         return net, lambda: net(x)[0]
 
+    def gates_written_in_place_of_cells():
+        """Each window begins before its gates are split."""
+        layers, x = linears(3, 32, 32), torch.randn(4000, 32)
+        cells = nn.ModuleList(nn.GRUCell(32, 32) for _ in layers)
+
+        def run():
+            y = x
+            for layer, cell in zip(layers, cells, strict=True):
+                y = cell(layer(y), y)
+            return y
+
+        return nn.ModuleList([layers, cells]), run
+
+    def a_recurrent_layer_that_saves_its_result():
+        net, x = nn.LSTM(64, 64), torch.randn(32, 64, 64, requires_grad=True)
+        return net, lambda: net(x)[0].exp()
+
 
 @pytest.mark.parametrize("build", [value for name, value in vars(Shown).items() if name[0] != "_"])
 def test_the_gradients_of_parts_and_of_expanded_tensors_are_predicted(build):
@@ -1878,6 +1895,8 @@ def test_what_a_window_starts_from_is_there_until_all_that_it_makes_is_used():
 
 CHANNELS_LAST = {"memory_format": torch.channels_last}
 ABOUT = {"least": 0.95, "most": 1.05}
+HAS_AVX512 = "512" in torch.backends.cpu.get_cpu_capability()
+DILATED = {} if HAS_AVX512 else ABOUT  # which have no kernels of their own without it
 CONVOLUTIONS = [  # copies of images and weights; where channels are last, weights with more of them
     (nn.Conv2d(96, 192, 3, 2, 1), (2, 96, 8, 8), {}, {}),
     (nn.Conv2d(96, 24, 2, 2), (2, 96, 8, 8), {}, {}),
@@ -1886,6 +1905,7 @@ CONVOLUTIONS = [  # copies of images and weights; where channels are last, weigh
     (nn.ConvTranspose2d(16, 1, 4, 2, 1), (2, 16, 16, 16), {}, {}),
     (nn.Sequential(nn.Flatten(2), nn.Conv1d(96, 24, 3)), (2, 96, 8, 8), CHANNELS_LAST, {}),
     (nn.Conv2d(96, 96, 7, padding=3, groups=96), (2, 96, 8, 8), CHANNELS_LAST, {}),
+    *((nn.Conv2d(32, 64, 3, dilation=2), (2, 32, n, n), {}, DILATED) for n in (12, 36)),
     # Torch unfolds few images, and those in float64: a matrix of all that the kernel covers.
     (nn.Conv2d(8, 16, 3, padding=1), (1, 8, 32, 32), {}, ABOUT),
     (nn.Conv2d(8, 16, 3, padding=1).double(), (4, 8, 32, 32), {}, ABOUT),
@@ -1914,7 +1934,7 @@ def test_what_a_convolution_of_frames_without_a_gradient_works_with_is_predicted
 def test_what_makes_patches_of_images_in_colour_works_with_is_predicted(wide, is_video):
     """Their three channels are not padded. Wide patches have no kernel of their own, which takes
     more for each thread. (Other processors may need less.)"""
-    widest = 14 if "512" in torch.backends.cpu.get_cpu_capability() else 13
+    widest = 14 if HAS_AVX512 else 13
     layer = (nn.Conv3d if is_video else nn.Conv2d)(3, 96, wide, wide)
     x = torch.randn(2, wide, 3, 2 * wide, 2 * wide).transpose(1, 2)
     run = scoped(lambda: layer((x if is_video else x[:, :, 0].clone()) / 2).square().mean())
@@ -1940,11 +1960,20 @@ WORKING |= {
         abs acos asin asinh atan atanh cos cosh digamma exp2 lgamma log10 log1p log2 nan_to_num
         reciprocal rsqrt sin sinh sqrt tan""")
 }
+PUT = torch.arange(8 * 100 * 100).view(8, 100, 100) % 10
+WORKING |= {
+    f"scatter_reduce, {how}": lambda x, how=how: torch.ones(8, 10, 100).scatter_reduce(
+        1, PUT, x, how
+    )
+    for how in ("mean", "amax", "amin", "prod")
+}
 WORKING |= {
     "acosh": lambda x: torch.acosh(x + 1.5),
     "add of another type": lambda x: x.bfloat16().exp() + x,
     "amax": lambda x: x.amax(-1),
     "batch norm": nn.BatchNorm1d(100),
+    "cdist": lambda x: torch.cdist(x, x[:, :80]),
+    "cdist of one norm": lambda x: torch.cdist(x, x[:, :80], p=1.0),
     "clamp": lambda x: x.clamp(-1, 1),
     "cumprod": lambda x: x.cumprod(-1),
     "div": lambda x: x.exp() / (x + 2),

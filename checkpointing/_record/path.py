@@ -81,7 +81,7 @@ class Path:
             if step.takes_part or (splits and step.is_alias):
                 self.extent[cell] = cell
             self._bases[cell] = base
-            if step.is_view and not step.varies:
+            if step.is_alias and not step.varies:
                 self._add_view(step, cell, base)
             if base in self._plain and step.info.base not in _OVERLAPPING:
                 self._plain.add(cell)

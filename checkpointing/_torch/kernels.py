@@ -4,6 +4,7 @@ Torch says neither which results a derivative needs, nor what its kernels alloca
 tables below were measured with the profiler, operator by operator, with torch 2.13 on a CPU.
 """
 
+from operator import mul
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ _RECURRENT = ("cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")
 
 # Autograd saves what these return: their derivatives are formulas of it.
 _SAVED = {
+    *_RECURRENT,
+    "cdist_forward",
+    "euclidean_dist",
     "exp",
     "exp2",
     "expm1",
@@ -115,6 +119,15 @@ _DERIVATIVES = {
     "tan": 2,
     "var": 1,
 }
+# The same, in sizes of the result and of each tensor among the arguments.
+_OF_SEVERAL = {
+    "cdist_forward": (3,),
+    "euclidean_dist": (1, 2, 2),
+    "scatter_reduce, amax": (0, 3, 0, 4.5),
+    "scatter_reduce, amin": (0, 3, 0, 4.5),
+    "scatter_reduce, mean": (0, 3, 0, 2),
+    "scatter_reduce, prod": (0, 3, 0, 7),
+}
 _HANDED_ON = ("add", "sub")  # their gradient is the one that they got
 # What these make on the way for the gradient of their second argument, in sizes of the result.
 _PRODUCTS = {"div": 2, "mul": 0}
@@ -148,6 +161,8 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
     name = _name_of(func)
     if name in _TAKING:
         return _size(result) if _shows_another_part(args[0], result) else 0
+    if name == "scatter_reduce":
+        name += f", {args[4]}"
     tensors = [each for each in args if isinstance(each, Tensor)]
     read = [tensor for tensor in tensors if tensor.requires_grad]
     copied = 0
@@ -162,7 +177,8 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
         second = [tensor for tensor in read if tensor is args[1]]
         times = len(smaller) + _PRODUCTS[name] * len(second)
         return copied + _size(result) * times + _copies_in_type(args, result)
-    return int(copied + _DERIVATIVES.get(name, 0) * sum(map(_size, read)))
+    several = map(mul, _OF_SEVERAL.get(name, ()), map(_size, [result, *tensors]))
+    return int(copied + sum(several) + _DERIVATIVES.get(name, 0) * sum(map(_size, read)))
 
 
 def scratch_of_forward(func: Any, args: Any, result: Any) -> int:
@@ -221,11 +237,12 @@ def scratch_in_place(func: Any, target: Tensor) -> int:
 def _scratch_of_convolution(result: Tensor, *args: Any) -> Any:
     """The larger part of two: the gradients of its input and of its weight are computed one after
     the other."""
-    image, weight, _, stride, _, _, is_transposed, _, groups = args
+    image, weight, _, stride, _, dilation, is_transposed, _, groups = args
     if not image.is_cpu:
         return image.nbytes + weight.nbytes + result.nbytes
     backend = convolution_backend(*args)
-    if backend.startswith("Slow"):
+    is_dilated = max(dilation) > 1 < weight.shape[1] and not _HAS_AVX512
+    if is_dilated or backend.startswith("Slow"):
         return _columns(backend, result, image, weight, max(stride))
     if weight.dim() == 3 and not image.is_contiguous():
         of_image, of_weight = 4 * image.nbytes, 0  # it and the gradient are made contiguous
@@ -259,6 +276,10 @@ def _columns(backend: str, result: Tensor, image: Tensor, weight: Tensor, stride
     columns = result.nbytes // len(weight) * weight[0].numel()
     if "Dilated" in backend:
         return columns // len(image)  # one image after the other
+    if backend == "Mkldnn":  # with what the gradient of the weight is summed up in
+        threads, places = torch.get_num_threads(), result[0, 0].numel()
+        is_shared = len(image) > 1 and places < _FEW_PLACES * threads
+        return (columns // len(image) + 4 * weight.nbytes) * (threads if is_shared else 1)
     return columns if weight.requires_grad or "3d" in backend else 0
 
 
@@ -306,9 +327,11 @@ def _copies_in_order(
 
 
 _COLOURS = 3  # the channels of an image
+_HAS_AVX512 = "512" in torch.backends.cpu.get_cpu_capability()
 # Of oneDNN: the channels in a block of its layouts, and the widest kernels that it has code for.
-_BLOCK, _WIDEST = (16, 14) if "512" in torch.backends.cpu.get_cpu_capability() else (8, 13)
+_BLOCK, _WIDEST = (16, 14) if _HAS_AVX512 else (8, 13)
 _BUFFER = 1 << 19  # bytes of each thread
+_FEW_PLACES = 256  # of a result, for each thread: then each takes an image
 
 
 def _padding(channels: int) -> float:
