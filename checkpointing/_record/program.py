@@ -282,7 +282,7 @@ class Program:
 
 
 _lock = threading.Lock()
-MOST_STEPS = 20_000  # of one call site, besides those of the path that is recorded
+MOST_STEPS = 40_000  # of one call site, besides those of the path that is recorded
 MOST_SITES = 256
 MOST_GROWTH = 1.5  # of the bytes that autograd saves, before a plan is made anew
 _programs: dict[Any, Program] = {}
@@ -302,7 +302,7 @@ def clear_programs() -> None:
     """Forget the programs of all call sites: every block is recorded again.
 
     Programs hold no tensors. They take about 2 KiB per operator, and 1 KiB more for each path that
-    it is part of. A process keeps them for at most 256 call sites. Each has at most 20,000
+    it is part of. A process keeps them for at most 256 call sites. Each has at most 40,000
     operators, to which every path adds half of its own; the longest path does not count. Blocks
     that are running, and backward passes that are still to come, keep the programs that they have.
 
