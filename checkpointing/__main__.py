@@ -178,13 +178,6 @@ def training(way: Any, options: Any) -> Any:
     yield step_of(lambda: way(model, text), text.device.type), min(times), found
 
 
-def number(word: str) -> int:
-    """A word of the command line that says how many."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word} is no number from 1 on")
-    return int(word)
-
-
 parser = argparse.ArgumentParser(
     prog="python -m checkpointing",
     description="Train a small transformer in five ways; compare memory, time and bits. The width "
@@ -192,7 +185,7 @@ parser = argparse.ArgumentParser(
     "`forecast`, say what each choice of checkpoints would cost, without training.",
 )
 for name, default in {"steps": 6, "layers": 12, "width": 128, "context": 128, "batch": 8}.items():
-    parser.add_argument(f"--{name}", type=number, default=default, help="default: %(default)s")
+    parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
 parser.add_argument("what", nargs="?", choices=["forecast"], help="instead of training")
 parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, xpu, ...")
 
@@ -205,6 +198,8 @@ def main(arguments: Any = None) -> int:
         arguments: the words of the command line; None takes those of the process.
     """
     options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error("--steps is 1 or more")
     if options.device.type != "cpu":  # bits are compared, so kernels must be deterministic
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
