@@ -29,6 +29,8 @@ _library.define("scaled_like(Tensor x) -> Tensor")
 _library.impl("scaled_like", lambda x: x * 2, "CompositeExplicitAutograd")
 _library.define("new_scaled(Tensor x) -> Tensor")
 _library.impl("new_scaled", lambda x: x * 3, "CompositeExplicitAutograd")
+_library.define("add_to(Tensor x, *, Tensor(a!) out) -> ()")
+_library.impl("add_to", lambda x, *, out: (out.add_(x), None)[1], "CompositeExplicitAutograd")
 _library.define("second_transposed(Tensor y, Tensor(a) x) -> Tensor(a)")
 _library.impl("second_transposed", lambda y, x: x.t(), "CompositeExplicitAutograd")
 
@@ -78,13 +80,18 @@ class Kept:
 
     @case
     def custom_operators_that_look_like_others(x, y):
-        """By names of those that read metadata alone; one views its second argument."""
+        """By names of those that read metadata alone; one views its second argument, one reads what
+        it writes."""
         product = x @ y.t()
         with torch.no_grad():
             h = torch.ops.checkpointing_limits.scaled_like(x.sin())
             n = torch.ops.checkpointing_limits.new_scaled(y.sin())
             view = torch.ops.checkpointing_limits.second_transposed(x, product)
-        return (x * h).exp() * (y * n).sin(), (view @ product).sin() * product
+            filled = torch.empty(4, 6, dtype=torch.float64)
+            filled.numpy()[:] = 7
+            torch.ops.checkpointing_limits.add_to(n, out=filled)
+        others = (view @ product).sin() * product, (x * filled).sin()
+        return (x * h).exp() * (y * n).sin(), *others
 
     @case
     def operators_and_a_backward_in_opaque(x, y):
