@@ -53,6 +53,18 @@ class WithBuffers(nn.Module):
         return self.function(self, x)
 
 
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_buffer_that_is_written_with_a_gradient_is_refused(early_stop, detached):
+    """The state of a recurrent net, which the caller detaches: a rerun would leave its own graph."""
+    module = WithBuffers(lambda module, x: (module.state.mul_(x), x.sin())[1], state=torch.ones(4))
+    y = checkpointed(module, early_stop=early_stop)(oracle.integers(4))
+    if detached:
+        module.state.detach_()
+    with pytest.raises(ChangedError, match="a buffer, with a gradient, .* backend='replay'"):
+        y.sum().backward()
+
+
 class Counter(WithBuffers):
     def __init__(self):
         super().__init__(calls=torch.zeros((), dtype=torch.long))

@@ -228,6 +228,14 @@ def test_debug_logs_operators_of_both_runs(door, debug):
         assert f"{__file__}:{fn.__code__.co_firstlineno}" in logs[0]
 
 
+def test_debug_leaves_all_names_of_arguments_to_the_function():
+    """Layers with cross-attention have an argument `context`."""
+    x = leaf(3)
+    fn = lambda x, context, function: (x * context * function).sin()
+    checkpointed(fn, debug=True)(x, context=2, function=3).sum().backward()
+    assert torch.equal(x.grad, 6 * (x.detach() * 6).cos())
+
+
 @pytest.mark.parametrize("use", [torch.exp, lambda h: h[1:].sin(), torch.sin])
 def test_an_operator_that_makes_another_size_in_replay_is_an_error(use):
     """Whoever reads the result in replay, or what of it was saved."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import checkpointing
-from checkpointing import checkpointed, forward_only, is_recomputing, keep
+from checkpointing import ChangedError, checkpointed, forward_only, is_recomputing, keep
 
 program = Programs()
 
@@ -38,6 +38,36 @@ def a_recompute_may_call_one_that_the_forward_has_not_called(door):
     y = door(lambda x: (x * (cache or [build()])[0]).square().square())(x)
     cache.clear()
     return y, *torch.autograd.grad(y.sum(), x)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_it_is_not_called_by_the_recompute_for_a_backward_before_it(early_stop):
+    calls, x = [], leaf()
+
+    def fn(x):
+        y = x.sin() * x
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        forward_only(calls.append)(1)
+        return (y * g).exp()
+
+    checkpointed(fn, early_stop=early_stop)(x).sum().backward()
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("inner", ["rerun", "replay"])
+def test_what_a_region_in_it_reads_is_guarded(inner):
+    x = leaf()
+
+    def fn(x):
+        h = x * 1
+        y = forward_only(WAYS[inner](lambda h: (h * 3).sin()))(h)
+        with torch.no_grad():
+            h += 1
+        return y * 1
+
+    y = checkpointed(fn)(x)
+    with pytest.raises(ChangedError):
+        y.sum().backward()
 
 
 @dataclasses.dataclass(eq=False)

@@ -487,6 +487,22 @@ def steps_in_regions_that_add_their_gradients_once(door):
     return door(step)(x), replay(door(step))(x), *(p.grad for p in layer.parameters())
 
 
+@program("rerun", "rerun in rerun")
+def steps_with_weighted_losses_add_their_gradients_once(door):
+    """Weights and targets are no memory that an operator has yet to fill."""
+    layer, x, w = nn.Linear(6, 2), data(4, 6), torch.tensor([2.0, 3.0])
+    classes = torch.tensor([0, 1, 1, 0])
+    ones = F.one_hot(classes).float()
+    losses = (
+        lambda y: F.cross_entropy(y, classes, weight=w),
+        lambda y: F.binary_cross_entropy_with_logits(y, ones, weight=w, pos_weight=w),
+        lambda y: F.layer_norm(y, (2,), w).mean(),
+    )
+    for loss in losses:
+        door(lambda x, loss=loss: [made := loss(layer(x)), made.backward()][0])(x)
+    return [p.grad for p in layer.parameters()]
+
+
 @program()
 def parameters_that_are_exchanged_inside_a_region(door):
     """By a functional call, with parameters from around it, of which one comes of another."""

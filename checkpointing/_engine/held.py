@@ -167,10 +167,10 @@ def hold(tensor: Tensor, saver: Saver, name: Name) -> Held:
     if _is_users(saver):
         return Packed(alias, saver, name, without_recording(pack, alias))
     owner = _owner_of(saver)
-    if owner is not None:
-        if getattr(owner, "complete", False):  # a block around was left before this one
-            return Aliased(alias, name)
-        owner.announce(name, tensor)
+    # In a `forward_only` function, nobody; or a block around was left before this one.
+    if owner is None or getattr(owner, "complete", False):
+        return Aliased(alias, name)
+    owner.announce(name, tensor)
     return InSlot(pack(alias), name, unpacked, owner)
 
 
@@ -198,6 +198,8 @@ def hold_argument(tensor: Tensor, hooks: Hooks | None, name: Name) -> Held:
     owner = _owner_of(hooks)
     if owner is not None:
         owner.announce(name, tensor)
+    elif hooks is not None:
+        return Aliased(tensor, name)
     return AsOperand(save_input(tensor, False), name)
 
 

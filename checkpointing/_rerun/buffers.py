@@ -7,7 +7,7 @@ Rejected: exchanging the buffers for copies. Aliases, views and caches keyed by 
 refer to the originals.
 """
 
-from collections.abc import Set
+from collections.abc import Collection, Set
 from functools import partial
 from itertools import compress, filterfalse, islice
 from operator import is_
@@ -43,6 +43,11 @@ class Moment:
             lambda: ([*map(Tensor.clone, self._memory)], [(each, each.data) for each in plain])
         )
 
+    def written(self) -> list[Tensor]:
+        """Those that have been written since."""
+        pairs = zip(self.tensors, self._versions, strict=True)
+        return [tensor for tensor, version in pairs if tensor._version != version]
+
     def go_back(self) -> None:
         for tensor, alias in self._aliases:  # a function may have moved it (`buffer.data = ...`)
             if _torch.storage_id(tensor) != _torch.storage_id(alias):
@@ -63,6 +68,7 @@ class Buffers:
     """
 
     then = Moment([])  # the buffers that are rewound
+    _with_graph: Collection[Tensor] = ()  # those among them that the region has made part of a graph
     rewound: Set[int] = frozenset()  # their storages, in a rerun
     _has_ended = False
 
@@ -137,6 +143,7 @@ class Buffers:
         self._states = [each for each in self._states if _change_of(*each) is None]
         self._parameters = [each for each in self._parameters if _is_there(*each)]
         self._see_what_has_grown()
+        self._with_graph = [each for each in self.then.written() if each.requires_grad]
         self._has_ended = True
 
     def _see_what_has_grown(self) -> None:
@@ -183,6 +190,8 @@ class Buffers:
             self._see_what_has_grown()
         for buffer in self._guarded:
             buffer.fetch(frame)
+        for tensor in self._with_graph:  # which no rerun could put back
+            raise errors.changed(frame, named("a buffer, with a gradient,", tensor))
         statistics = [*filter(_may_be_statistics, [buffer.packed for buffer in self._guarded])]
         if statistics:
             undo.append((Moment.go_back, Moment(statistics)))

@@ -243,7 +243,7 @@ class Rerun(Region, Call, Slots):
 
 
 def call_within(
-    context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any
+    context: AbstractContextManager[Any], function: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     with context:
         return function(*args, **kwargs)

@@ -50,7 +50,8 @@ class Calling:
     rewound: Set[int]  # storages that have older values until the call ends
     _passed = 0  # slots so far
     _stop_at = sys.maxsize  # the slot at which to stop
-    _filling = -1  # the last node whose saved memory the operator may still fill, as RReLU
+    # The last node whose saved memory the operator may still fill, and the shape of that, as RReLU.
+    _filling: Any = None
     _stopped = False
     _role = None  # of the tensor that is packed next: None if an operator saves it
 
@@ -77,8 +78,7 @@ class Calling:
         `Stop` and raise something else instead."""
         frame = self.frame
         self._is_watched = any([frame.inner_inputs, self._refused, frame.devices])
-        if frame.complete:
-            self._stop_at = self._count
+        self._stop_at = self._count
         if frame.early_stop:
             self._stop_at = next(frame.wanted(self.task, reversed)).slot
         push_hooks(self.pack, identity)
@@ -104,7 +104,7 @@ class Calling:
             tensor = given.detach()
         is_saved = self._role is None  # by an operator
         if not is_saved:  # the operator before has returned
-            self._filling = -1
+            self._filling = None
         if self._is_watched:
             tensor = self._watch(slot, given, tensor)
         if self.rewound and _torch.is_on(tensor, self.rewound):
@@ -120,20 +120,20 @@ class Calling:
                 self.task[slot] = tensor
                 self._versions[slot] = tensor._version
         if slot >= self._stop_at:
-            self._stop()
+            self._stop(given)
         elif tensor is given and is_saved and _may_be_filled(given):
-            self._filling = node_count()
+            self._filling = node_count(), given.shape
         return tensor
 
     _torch.mark_as_torchs_own(pack)
 
-    def _stop(self) -> None:
-        """No later slot is wanted. But an operator that has yet to fill what it has saved before
-        must still run."""
+    def _stop(self, given: Tensor) -> None:
+        """No later slot is wanted. But an operator that has yet to fill what it has saved before,
+        for an argument of that shape, must still run."""
         if not self._stopped:
             if self._passed > self._count and self.frame.complete:
                 raise errors.too_many(self.frame, self._count, user_line())
-            if self._filling == node_count():
+            if given.requires_grad and self._filling == (node_count(), given.shape):
                 return
         self._stopped = True
         raise Stop
