@@ -56,12 +56,12 @@ class WithBuffers(nn.Module):
 @pytest.mark.parametrize("detached", [False, True])
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_buffer_that_is_written_with_a_gradient_is_refused(early_stop, detached):
-    """The state of a recurrent net, which the caller detaches: a rerun would leave its own graph."""
+    """The state of a recurrent net, which the caller detaches: a rerun would leave its graph."""
     module = WithBuffers(lambda module, x: (module.state.mul_(x), x.sin())[1], state=torch.ones(4))
     y = checkpointed(module, early_stop=early_stop)(oracle.integers(4))
     if detached:
         module.state.detach_()
-    with pytest.raises(ChangedError, match="a buffer, with a gradient, .* backend='replay'"):
+    with pytest.raises(ChangedError, match=r"a buffer, with a gradient, .* backend='replay'"):
         y.sum().backward()
 
 

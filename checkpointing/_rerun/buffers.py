@@ -68,7 +68,9 @@ class Buffers:
     """
 
     then = Moment([])  # the buffers that are rewound
-    _with_graph: Collection[Tensor] = ()  # those among them that the region has made part of a graph
+    _with_graph: Collection[
+        Tensor
+    ] = ()  # those among them that the region has made part of a graph
     rewound: Set[int] = frozenset()  # their storages, in a rerun
     _has_ended = False
 

@@ -116,8 +116,10 @@ _DERIVATIVES = {
     "sinh": 1,
     "sqrt": 1,
     "std": 1,
+    "std_mean": 1,
     "tan": 2,
     "var": 1,
+    "var_mean": 1,
 }
 # The same, in sizes of the result and of each tensor among the arguments.
 _OF_SEVERAL = {
@@ -133,7 +135,8 @@ _HANDED_ON = ("add", "sub")  # their gradient is the one that they got
 _PRODUCTS = {"div": 2, "mul": 0}
 # The derivatives of these conjugate what they read, if it is complex: a kernel copies it.
 _CONJUGATING = ("bmm", "mm", "mul")
-_TRANSFORMS = ("fft_c2c", "fft_c2r", "fft_r2c")
+# How often the derivatives of these copy what the operators themselves copy.
+_TRANSFORMS = {"fft_c2c": 0, "fft_c2r": 0, "fft_r2c": 2, "roll": 1}
 # On a CPU, the kernels of these copy an argument of another type to the type of the result.
 _PROMOTING = (*_HANDED_ON, *_PRODUCTS)
 # Losses that sum up in place: their result, a number, has memory as large as what they read.
@@ -166,8 +169,8 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
     tensors = [each for each in args if isinstance(each, Tensor)]
     read = [tensor for tensor in tensors if tensor.requires_grad]
     copied = 0
-    if name == "fft_r2c":
-        copied = 2 * _copies_of_transform(name, *args)
+    if name in _TRANSFORMS:
+        copied = _TRANSFORMS[name] * _copies_of_transform(name, *args)
     elif name in _CONJUGATING and result.is_complex():
         others = [each for each in tensors if any(each is not other for other in read)]
         copied = max(map(_size, others), default=0)
@@ -204,7 +207,9 @@ def _copies_in_type(args: Any, result: Tensor) -> int:
 
 def _copies_of_transform(name: str, tensor: Tensor, dims: Any, *_: Any) -> int:
     """The bytes that a Fourier transform copies: where other dimensions lie on both sides of those
-    that it is taken over, and in an inverse one over several."""
+    that it is taken over, and in an inverse one over several. `roll` takes one after the other."""
+    if name == "roll":
+        return (len(dims) - 1) * _size(tensor)
     if name == "fft_c2r" and len(dims) > 1:
         return 2 * _size(tensor)
     count = tensor.dim()
