@@ -68,9 +68,7 @@ class Buffers:
     """
 
     then = Moment([])  # the buffers that are rewound
-    _with_graph: Collection[
-        Tensor
-    ] = ()  # those among them that the region has made part of a graph
+    _with_graph: Collection[Tensor] = ()  # those that the region has written with a gradient
     rewound: Set[int] = frozenset()  # their storages, in a rerun
     _has_ended = False
 
@@ -145,7 +143,7 @@ class Buffers:
         self._states = [each for each in self._states if _change_of(*each) is None]
         self._parameters = [each for each in self._parameters if _is_there(*each)]
         self._see_what_has_grown()
-        self._with_graph = [each for each in self.then.written() if each.requires_grad]
+        self._with_graph = [each for each in self.then.written() if not each.is_leaf]
         self._has_ended = True
 
     def _see_what_has_grown(self) -> None:

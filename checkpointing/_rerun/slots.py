@@ -20,7 +20,6 @@ Invariant: a tensor is delivered to the slot of the tensor that it repeats, or b
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Set
 from typing import Any
 from weakref import ref as _ref
@@ -49,7 +48,7 @@ class Calling:
 
     rewound: Set[int]  # storages that have older values until the call ends
     _passed = 0  # slots so far
-    _stop_at = sys.maxsize  # the slot at which to stop
+    _stop_at: int  # the slot at which to stop
     # The last node whose saved memory the operator may still fill, and the shape of that, as RReLU.
     _filling: Any = None
     _stopped = False
