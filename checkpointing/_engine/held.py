@@ -167,7 +167,7 @@ def hold(tensor: Tensor, saver: Saver, name: Name) -> Held:
     if _is_users(saver):
         return Packed(alias, saver, name, without_recording(pack, alias))
     owner = _owner_of(saver)
-    # In a `forward_only` function, nobody; or a block around was left before this one.
+    # These hooks are nobody's, as in a `forward_only` function, or of a block that has been left.
     if owner is None or getattr(owner, "complete", False):
         return Aliased(alias, name)
     owner.announce(name, tensor)
@@ -198,7 +198,7 @@ def hold_argument(tensor: Tensor, hooks: Hooks | None, name: Name) -> Held:
     owner = _owner_of(hooks)
     if owner is not None:
         owner.announce(name, tensor)
-    elif hooks is not None:
+    elif hooks is not None:  # nobody's: autograd would not look at the version
         return Aliased(tensor, name)
     return AsOperand(save_input(tensor, False), name)
 

@@ -62,7 +62,7 @@ class Info:
             for place, argument in enumerate(schema.arguments)
             if getattr(argument.alias_info, "is_write", False)
         )
-        # It does not read the memory that it writes.
+        # It does not read the memory that it writes. (Custom operators may.)
         writes_out = not self.custom and all(type(place) is str for place in self.targets)
         self.overwrites = writes_out or self.base in OVERWRITES
         if self.communicates:  # its schema does not show its writes

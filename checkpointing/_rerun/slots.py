@@ -49,7 +49,8 @@ class Calling:
     rewound: Set[int]  # storages that have older values until the call ends
     _passed = 0  # slots so far
     _stop_at: int  # the slot at which to stop
-    # The last node whose saved memory the operator may still fill, and the shape of that, as RReLU.
+    # The last node that has saved memory which its operator may still fill (the noise of RReLU),
+    # and the shape of that memory.
     _filling: Any = None
     _stopped = False
     _role = None  # of the tensor that is packed next: None if an operator saves it
@@ -127,8 +128,8 @@ class Calling:
     _torch.mark_as_torchs_own(pack)
 
     def _stop(self, given: Tensor) -> None:
-        """No later slot is wanted. But an operator that has yet to fill what it has saved before,
-        for an argument of that shape, must still run."""
+        """No later slot is wanted. But an operator must still run that has yet to fill memory which
+        it has saved before `given`, and for it: then both have one shape."""
         if not self._stopped:
             if self._passed > self._count and self.frame.complete:
                 raise errors.too_many(self.frame, self._count, user_line())

@@ -121,7 +121,8 @@ _DERIVATIVES = {
     "var": 1,
     "var_mean": 1,
 }
-# The same, in sizes of the result and of each tensor among the arguments.
+# The same, in sizes of the result and of each tensor among the arguments. (The derivative of
+# `scatter_reduce` depends on how it reduces.)
 _OF_SEVERAL = {
     "cdist_forward": (3,),
     "euclidean_dist": (1, 2, 2),
@@ -136,7 +137,7 @@ _PRODUCTS = {"div": 2, "mul": 0}
 # The derivatives of these conjugate what they read, if it is complex: a kernel copies it.
 _CONJUGATING = ("bmm", "mm", "mul")
 # How often the derivatives of these copy what the operators themselves copy.
-_TRANSFORMS = {"fft_c2c": 0, "fft_c2r": 0, "fft_r2c": 2, "roll": 1}
+_COPYING = {"fft_c2c": 0, "fft_c2r": 0, "fft_r2c": 2, "roll": 1}
 # On a CPU, the kernels of these copy an argument of another type to the type of the result.
 _PROMOTING = (*_HANDED_ON, *_PRODUCTS)
 # Losses that sum up in place: their result, a number, has memory as large as what they read.
@@ -169,8 +170,8 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
     tensors = [each for each in args if isinstance(each, Tensor)]
     read = [tensor for tensor in tensors if tensor.requires_grad]
     copied = 0
-    if name in _TRANSFORMS:
-        copied = _TRANSFORMS[name] * _copies_of_transform(name, *args)
+    if name in _COPYING:
+        copied = _COPYING[name] * _copies_on_the_way(name, *args)
     elif name in _CONJUGATING and result.is_complex():
         others = [each for each in tensors if any(each is not other for other in read)]
         copied = max(map(_size, others), default=0)
@@ -191,8 +192,8 @@ def scratch_of_forward(func: Any, args: Any, result: Any) -> int:
         return _copies_in_type(args, result)
     if name in _LOSSES:
         return _LOSSES[name] * max([_size(each) for each in args if isinstance(each, Tensor)])
-    if name in _TRANSFORMS:
-        return _copies_of_transform(name, *args)
+    if name in _COPYING:
+        return _copies_on_the_way(name, *args)
     if name in ("log_softmax", "softmax") and is_strided(args[0]):
         # Its kernel copies what is not contiguous, such as logits without the last ones.
         return 0 if args[0].is_contiguous() else int(args[0].nbytes)
@@ -205,9 +206,10 @@ def _copies_in_type(args: Any, result: Tensor) -> int:
     return result.itemsize * sum([e.numel() for e in read if e.dtype != result.dtype])
 
 
-def _copies_of_transform(name: str, tensor: Tensor, dims: Any, *_: Any) -> int:
+def _copies_on_the_way(name: str, tensor: Tensor, dims: Any, *_: Any) -> int:
     """The bytes that a Fourier transform copies: where other dimensions lie on both sides of those
-    that it is taken over, and in an inverse one over several. `roll` takes one after the other."""
+    that it is taken over, and in an inverse one over several. And those of `roll`, which takes one
+    dimension after the other."""
     if name == "roll":
         return (len(dims) - 1) * _size(tensor)
     if name == "fft_c2r" and len(dims) > 1:
@@ -246,7 +248,8 @@ def _scratch_of_convolution(result: Tensor, *args: Any) -> Any:
     if not image.is_cpu:
         return image.nbytes + weight.nbytes + result.nbytes
     backend = convolution_backend(*args)
-    is_dilated = max(dilation) > 1 < weight.shape[1] and not _HAS_AVX512
+    # Without AVX-512, oneDNN has no code of its own for these, unless each channel is by itself.
+    is_dilated = max(dilation) > 1 and weight.shape[1] > 1 and not _HAS_AVX512
     if is_dilated or backend.startswith("Slow"):
         return _columns(backend, result, image, weight, max(stride))
     if weight.dim() == 3 and not image.is_contiguous():
@@ -281,7 +284,7 @@ def _columns(backend: str, result: Tensor, image: Tensor, weight: Tensor, stride
     columns = result.nbytes // len(weight) * weight[0].numel()
     if "Dilated" in backend:
         return columns // len(image)  # one image after the other
-    if backend == "Mkldnn":  # with what the gradient of the weight is summed up in
+    if backend == "Mkldnn":  # the same, with what the gradient of the weight is summed up in
         threads, places = torch.get_num_threads(), result[0, 0].numel()
         is_shared = len(image) > 1 and places < _FEW_PLACES * threads
         return (columns // len(image) + 4 * weight.nbytes) * (threads if is_shared else 1)
@@ -336,7 +339,7 @@ _HAS_AVX512 = "512" in torch.backends.cpu.get_cpu_capability()
 # Of oneDNN: the channels in a block of its layouts, and the widest kernels that it has code for.
 _BLOCK, _WIDEST = (16, 14) if _HAS_AVX512 else (8, 13)
 _BUFFER = 1 << 19  # bytes of each thread
-_FEW_PLACES = 256  # of a result, for each thread: then each takes an image
+_FEW_PLACES = 256  # of a result, for each thread: with fewer, each thread takes an image
 
 
 def _padding(channels: int) -> float:
