@@ -97,6 +97,13 @@ class Cases:
         torch._foreach_lerp_(parts[n:], parts[: len(parts) - n], 0.1 * n)
         return x * torch.stack(parts), torch._foreach_exp([*x.unbind()])[n]
 
+    @on((8,))
+    def lists_that_are_written_under_views(n, x):
+        y = x.sin()
+        first, rest = y[: n % 3 + 1], y[n % 3 + 1 :]
+        torch._foreach_add_([y], [x * x])
+        return first.exp() * (n + 1), rest.clone()
+
     @on((4, 9))
     def rows_that_are_filled(n, x):
         """As detection pads its targets; each row as far as its own step says."""

@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 from operator import add
 
 from .gradients import Span
+from .model import Memory
 from .stretch import Stretch
 
 Crosses = Iterator[tuple[int, Set[int]]]
@@ -249,7 +250,7 @@ class Filling:
             return bisect_right(self.ends, min(index, self.model.retained - 1))
 
         def has_room(index: int) -> bool:
-            nbytes = self.stretch.cost(results[index])
+            nbytes = self.stretch.cost(results[index] - self.kept)
             if self.budget is not None:
                 return before + added + nbytes <= self.budget
             dies = min([self.memories[number].dies for number in results[index]])
@@ -258,38 +259,52 @@ class Filling:
 
         results = {index: self._results(index) for index in self.again}
         possible = [index for index, made in results.items() if made and has_room(index)]
-        worths = {index: self._worth(index, results[index]) for index in possible}
+        worths = {index: self._worth(results[index]) for index in possible}
         order = 1 if self.model.is_part else -1
         for index in sorted(worths, key=lambda index: (-worths[index], order * index)):
             if has_room(index):
-                nbytes, first = self.stretch.cost(results[index]), first_beside(index)
-                self.kept |= results[index]
+                more, first = results[index] - self.kept, first_beside(index)
+                nbytes = self.stretch.cost(more)
+                self.kept |= more
                 added += nbytes
                 self.peaks[first:] = [peak + nbytes for peak in self.peaks[first:]]
                 backward = _largest_from(self.peaks)
 
     def _results(self, index: int) -> set[int]:
-        """What to keep in order not to run a step again; nothing, if that is not possible."""
-        made = {*filter(self._is_wanted, self.model.made[index])} - self.kept
+        """What to keep in order not to run a step again; nothing, if that is not possible. Parts of
+        what it has written may have been read before: what was made of them is kept, too."""
+        made = self._wanted_of(index)
+        for memory in [self.memories[number] for number in made]:
+            made = made.union(*map(self._wanted_of, self._readers(memory, memory.last_part)))
         memories = [self.memories[number] for number in made]
-        is_possible = all(m.final == index + 1 and not m.is_overwritten for m in memories)
+        is_possible = all(m.final <= index + 1 and not m.is_overwritten for m in memories)
         return made if is_possible else set()
 
-    def _worth(self, index: int, made: Set[int]) -> float:
-        """Operations saved per byte, if the results of a step that runs again are kept: what only
-        this step needs does not run again, either."""
-        memories, again, saved = self.memories, self.again, self.stretch.saved
-        gone, stack = {index}, [index]
+    def _wanted_of(self, index: int) -> set[int]:
+        """What else is to be kept of a step's results if it should not run again."""
+        return {*filter(self._is_wanted, self.model.made[index])} - self.kept
+
+    def _readers(self, memory: Memory, last: int) -> set[int]:
+        """The steps up to `last` that run again and read a memory; not those that write to it."""
+        others = self.again.intersection(memory.readers).difference(memory.writers)
+        return {step for step in others if step <= last}
+
+    def _worth(self, made: Set[int]) -> float:
+        """Operations saved per byte, if these results of steps that run again are kept: what only
+        these steps need does not run again, either."""
+        gone = {self.memories[number].final - 1 for number in made}
+        stack = [*gone]
         while stack and len(gone) < _FAR:
             for number in self.model.reads[stack.pop()]:
-                memory = memories[number]
-                if number in self.kept or (number in saved and number not in made):
+                memory = self.memories[number]
+                is_kept = number in self.kept or number in made
+                if number in self.stretch.saved and not is_kept:
                     continue
-                if not (number in made or gone.issuperset(again.intersection(memory.readers))):
-                    continue
-                if memory.maker in again and memory.maker not in gone:
-                    gone.add(memory.maker)
-                    stack.append(memory.maker)
+                last = memory.last_part if is_kept else self.model.count
+                if self._readers(memory, last) <= gone:
+                    makers = self.again.intersection((memory.maker, *memory.writers)) - gone
+                    gone |= makers
+                    stack += makers
         return sum([self.model.work[step] for step in gone]) / max(1, self.stretch.cost(made))
 
 
@@ -298,7 +313,7 @@ def _largest_from(values: Sequence[int]) -> list[int]:
     return [*accumulate([0, *reversed(values)], max)][::-1]
 
 
-_ROUNDS = 2
+_ROUNDS = 4
 _SURE = 0.9  # of the peak: segments that need less may be joined, though the model is not exact
 _FAR = 64  # steps, when the worth of one is found
 # What Python takes to run a step again, and to keep a memory, in the floating-point operations of

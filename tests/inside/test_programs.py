@@ -241,6 +241,32 @@ def test_more_peak_or_budget_never_costs_more(build):
     assert kept == sorted(kept)
 
 
+def cells():
+    """On a CPU, the gates of `nn.GRUCell` are computed in place, in parts of one memory."""
+    cell, x = nn.GRUCell(32, 64), torch.randn(20, 16, 32)
+
+    def run():
+        state = torch.zeros(16, 64)
+        for step in x:
+            state = cell(step, state)
+        return state.sum()
+
+    return cell, run
+
+
+def test_what_is_made_of_gates_is_kept_with_them():
+    """Else the gates, which a window overwrites, would be made again for that."""
+    stretch = stretch_of(cells)
+    least, most = choose_under(stretch, 1).peak, Filling(stretch, ()).peak
+    found = [choose_under(stretch, int(least + part * (most - least))) for part in STEPS]
+    works = [work_of(stretch, choice.again) / sum(stretch.model.work) for choice in found]
+    assert works == sorted(works, reverse=True)
+    assert all(work <= 1.05 - part for work, part in zip(works, STEPS, strict=True))
+
+
+STEPS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
 @pytest.mark.parametrize("build", PROGRAMS)
 def test_peaks_are_sums_over_what_is_there(build):
     stretch, draw = stretch_of(build), random.Random(0)
