@@ -138,7 +138,10 @@ class Filling:
         self.peaks = [self._peak_of(start, end) for start, end in pairwise(self.ends)]
 
     def _passing(self) -> Iterator[Span]:
-        """What windows make only to read it, and what they deliver before it was saved."""
+        """What windows make only to read it, what they deliver before it was saved, and what their
+        operators work with."""
+        for index in self.again:
+            yield index, index, self.model.scratch(index)
         for number, maker, last in self._made_again:
             last = self.stretch.saved.get(number, last + 1) - 1
             if maker <= last:

@@ -162,9 +162,12 @@ class Model:
         for memory in self.memories.values():
             if memory.nbytes >= _SMALL:
                 yield memory.maker, memory.dies - 1, memory.nbytes
-        for step in self.steps:
-            if step.scratch_of_forward:
-                yield step.index, step.index, int(step.scratch_of_forward * self.scale)
+        for index in range(self.count):
+            yield index, index, self.scratch(index)
+
+    def scratch(self, index: int) -> int:
+        """The bytes that an operator allocates, beside its results."""
+        return int(self.steps[index].scratch_of_forward * self.scale)
 
     def _find_final(self, elsewhere: Set[int]) -> None:
         """Find which memories can be held, from when on, and what that costs. Somebody else holds

@@ -6,11 +6,13 @@ steps are another one: what lies before is held, or made by others.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from functools import cached_property
-from itertools import chain, compress, pairwise
+from itertools import chain, compress, pairwise, takewhile
 
+from .gradients import Span
 from .model import Model
 from .repeats import repeats
 
@@ -42,6 +44,7 @@ class Stretch:
             (m.maker + 1, m.last_read, m.cost + _PER_MEMORY) for m in dear if m.last_read > m.maker
         ]
         self.crossing = model.sums(spans)
+        self._longest_first = sorted(spans, key=_length, reverse=True)
         # A loop over rows or columns that it reads and overwrites stays whole: windows that begin
         # inside would begin with its first turn.
         self._in_loops = {at for m in dear for at in range(m.maker + 1, m.last_part + 1)}
@@ -110,8 +113,15 @@ class Stretch:
         return (self.dear & made & needed) - self.model.with_gradient
 
     def _across(self, run: range, n: int = 0) -> int:
-        """The bytes that cross cuts after so many steps in each block."""
-        return sum([self.crossing[at + n] for at in run[:-1]])
+        """The bytes that cross cuts after so many steps in each block. What several of these cross
+        counts once, such as a memory that all layers of a decoder attend to."""
+        cuts = run[:-1]
+        found = sum([self.crossing[at + n] for at in cuts])
+        long = takewhile(lambda span: _length(span) >= run.step, self._longest_first)
+        for first, last, nbytes in long:
+            crossed = bisect_right(cuts, last - n) - bisect_left(cuts, first - n)
+            found -= nbytes * max(0, crossed - 1)
+        return found
 
     def middles(self, run: range) -> list[int]:
         """Where to cut each block in two, after the same number of steps in each: where what is
@@ -138,6 +148,11 @@ class Stretch:
     def cost(self, kept: Iterable[int]) -> int:
         """Bytes, to hold these memories."""
         return sum([self.memories[number].cost for number in kept])
+
+
+def _length(span: Span) -> int:
+    first, last, _ = span
+    return last - first
 
 
 _ALIKE = 1.5  # times the bytes that the smallest one saves
