@@ -1665,7 +1665,35 @@ class Stacks:
 
         return [layer], forward
 
+    def latents_that_read_one_array():
+        """As in a perceiver: what all blocks read is held once, wherever these are cut in two."""
+        norms, keys, queries, ups, downs = (
+            nn.ModuleList(layer() for _ in range(6)) for layer in LATENT
+        )
+        first, x, latents = nn.Linear(32, 64), torch.randn(4, 800, 32), torch.randn(64, 64)
 
+        def forward(call):
+            read, z = first(x), latents.expand(4, -1, -1)
+            for norm, both, query, up, down in zip(norms, keys, queries, ups, downs, strict=True):
+
+                def across(z, read, norm=norm, both=both, query=query):
+                    key, value = both(norm(read)).chunk(2, -1)
+                    return z + (query(z) @ key.mT / 8).softmax(-1) @ value
+
+                z = call(across, z, read)
+                z = call(lambda z, up=up, down=down: z + down(up(z).relu()), z)
+            return z.square().mean()
+
+        return [first, norms, keys, queries, ups, downs], forward
+
+
+LATENT = [
+    lambda: nn.LayerNorm(64),
+    lambda: nn.Linear(64, 128),
+    lambda: nn.Linear(64, 64),
+    lambda: nn.Linear(64, 256),
+    lambda: nn.Linear(256, 64),
+]
 PYRAMIDS = {
     "strides": lambda: [convolution(*pair, 3, 2) for pair in itertools.pairwise(WIDTHS)],
     "poolings": lambda: [
@@ -1716,6 +1744,7 @@ STACKS = [  # how much of torch's peak is needed at most, how far a plan may be 
     (Stacks.generator_of_images, 1.0, 0.05, (), {}),
     (Stacks.readers_of_an_embedding, 1.02, None, (), {}),
     (Stacks.cells_of_a_convolutional_lstm, 1.0, 0.05, (), {}),
+    (Stacks.latents_that_read_one_array, 1.0, 0.05, (), {}),
 ]
 
 
@@ -1761,6 +1790,18 @@ def test_what_hooks_hold_is_not_made_again():
 
 def linears(count, width, out):
     return nn.ModuleList(nn.Linear(width, out) for _ in range(count))
+
+
+def with_one_parameter(parts):
+    weights, x = nn.ParameterList([torch.randn(16, 64, 64) / 8]), torch.randn(100, 64)
+
+    def run():
+        y = x
+        for weight in parts(weights[0]):
+            y = y + (y @ weight).tanh()
+        return y
+
+    return weights, run
 
 
 class Shown:
@@ -1834,6 +1875,28 @@ class Shown:
             return y
 
         return nn.ModuleList([layers, cells]), run
+
+    def weights_in_one_parameter():
+        """As of scanned layers: their gradients wait for the last one."""
+        return with_one_parameter(lambda weights: weights.unbind())
+
+    def weights_of_one_parameter_by_index():
+        return with_one_parameter(lambda weights: [weights[n] for n in range(16)])
+
+    def weights_in_a_flat_parameter():
+        split = lambda weights: weights.view(-1).split(64 * 64)
+        return with_one_parameter(lambda weights: [part.view(64, 64) for part in split(weights)])
+
+    def a_table_in_chunks():
+        """A head whose logits are computed for parts of the words, one after the other."""
+        layers, head, x = linears(4, 64, 64), nn.Linear(64, 800), torch.randn(100, 64)
+
+        def run():
+            y = through(layers, x)
+            parts = head.weight.chunk(8)
+            return torch.stack([nn.functional.linear(y, part).logsumexp(-1) for part in parts])
+
+        return nn.ModuleList([layers, head]), run
 
     def a_recurrent_layer_that_saves_its_result():
         net, x = nn.LSTM(64, 64), torch.randn(32, 64, 64, requires_grad=True)
@@ -2058,6 +2121,25 @@ def test_the_copy_that_a_softmax_makes_of_a_part_is_predicted():
         return (layer(x)[:, :-1].amax(-1) - least).square().sum()
 
     assert predicted(forward) == pytest.approx(1, rel=0.02)
+
+
+def test_the_copy_that_a_softmax_makes_of_a_part_in_a_window_is_predicted():
+    """As in linear attention: queries are a third of what one layer makes."""
+    ups = [nn.Conv1d(8, 384, 1, bias=False) for _ in range(3)]
+    downs, x = [nn.Conv1d(128, 8, 1) for _ in ups], torch.randn(2, 8, 256)
+    oracle.with_gradients(nn.ModuleList([*ups, *downs]).parameters())
+
+    def forward():
+        y = x
+        for up, down in zip(ups, downs, strict=True):
+            parts = up(nn.functional.normalize(y, dim=1)).chunk(3, 1)
+            q, k, v = [part.view(2, 4, 32, 256) for part in parts]
+            context = torch.einsum("bhdn,bhen->bhde", k.softmax(-1), v)
+            read = torch.einsum("bhde,bhdn->bhen", context, q.softmax(-2) / 2)
+            y = y + nn.functional.normalize(down(read.reshape(2, 128, 256)), dim=1)
+        return y.square().mean()
+
+    assert predicted(forward) == pytest.approx(1, rel=0.002)
 
 
 def test_what_all_layers_read_comes_back_by_itself():

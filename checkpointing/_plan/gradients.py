@@ -93,10 +93,11 @@ class Gradients:
         extent = self._path.extent
         whole = extent[step.reads[0][0]]
         parts = [cell for cell, _ in step.memories if extent[cell] == cell]
-        if not parts or whole not in self._sizes:
+        size = self._sizes.get(whole) or self._parameters.get(whole)
+        if not parts or size is None:
             return
         self._parts[step.index] = parts, whole
-        nbytes = self._sizes[whole] // len(parts)
+        nbytes = size // len(parts)
         if step.takes_part:
             nbytes = int(step.scratch * self._scale)
         self._sizes.update(dict.fromkeys(parts, nbytes))
@@ -105,7 +106,10 @@ class Gradients:
         """The gradients of parts become one of the whole."""
         parts, whole = self._parts[step.index]
         used = [self._there.pop(part) for part in parts if part in self._there]
-        if used:
+        if used and whole in self._parameters:
+            nbytes = sum([gradient.nbytes for gradient in used])
+            self._uses[whole].append(Use(step.index, nbytes, makes_view=False))
+        elif used:
             self._give(whole, Gradient(self._sizes[whole], step.index), step.index)
         self._drop(used, step.index)
 
@@ -123,13 +127,13 @@ class Gradients:
         self.spans.append((step.index + 1, step.index + 1, scratch))
         followed = self._followed(step)
         read = [cell for cell, _ in step.reads if self._path.memory_of[cell] in followed]
-        # Of parameters that it reads as a whole: the gradient of a part is put into one of all.
         views = {self._path.extent[cell] for cell in read if cell in self._path.views}
-        for number in followed & self._parameters.keys():
+        # An operator that is never replayed has no reads: all of each memory counts.
+        extents = [self._path.extent[cell] for cell in read] or followed
+        for number in self._parameters.keys() & extents:
             nbytes = sum([gradient.nbytes for gradient in used])
             self._uses[number].append(Use(step.index, nbytes, number in views))
-        # An operator that is never replayed has no reads: all of each memory counts.
-        for extent in [self._path.extent[cell] for cell in read] or followed:
+        for extent in extents:
             if extent in self._sizes and extent not in written:
                 nbytes = self._sizes[extent]
                 is_same = step.info.base in _ADDITIONS and nbytes == size
