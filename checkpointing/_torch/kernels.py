@@ -187,6 +187,8 @@ def scratch_of(func: Any, args: Any, result: Any) -> int:
 
 def scratch_of_forward(func: Any, args: Any, result: Any) -> int:
     """The bytes that an operator allocates, beside its results."""
+    if func is _CONVOLUTION:
+        return int(_scratch_of_convolution_forward(result, *args))
     name = _name_of(func)
     if name in _PROMOTING:
         return _copies_in_type(args, result)
@@ -266,6 +268,21 @@ def _scratch_of_convolution(result: Tensor, *args: Any) -> Any:
     beside = sums if image.itemsize < 4 else sums - weight.nbytes
     of_weight = max(of_weight + beside, sums)
     return max(image.requires_grad * of_image, weight.requires_grad * of_weight)
+
+
+def _scratch_of_convolution_forward(result: Tensor, *args: Any) -> Any:
+    """oneDNN copies an image in order, and the weight, into blocks of channels, and its result back
+    from there; one that is transposed, twice."""
+    image, weight, _, stride, _, _, is_transposed, *_ = args
+    if not image.is_cpu or _has_channels_last(image):
+        return 0
+    if convolution_backend(*args).startswith("Slow"):
+        is_product = max(*stride, *weight.shape[2:]) == 1
+        return 0 if is_product else result.nbytes // len(weight) * weight[0].numel()
+    read = image.nbytes * _padding(image.shape[1]) + weight.nbytes
+    made = result.nbytes * _padding(result.shape[1]) * (1 + is_transposed)
+    copied = 0 if image.is_contiguous() else image.nbytes
+    return copied + max(read, result.nbytes) + made - result.nbytes
 
 
 def _widest(image: Tensor) -> int:
