@@ -64,6 +64,9 @@ def choose_within(stretch: Stretch, budget: int) -> Filling:
     enough, so that a smaller budget never means a larger peak."""
     cutting, cuts, least = _cuts_for(stretch, 0)
     best = _filled(cutting, cuts, least)
+    bare = _bare(stretch, best.cuts)
+    if best.nbytes > budget and bare.peak <= best.peak:
+        best = bare
     ratio = max(1, Filling(stretch, ()).peak / least)
     low, high = 0, _MOST_PEAKS
     while best.nbytes <= budget and low < high:

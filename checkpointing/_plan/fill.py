@@ -162,14 +162,16 @@ class Filling:
         self._needed_at: dict[int, int] = {}
         # What windows make: a memory, the step that makes it, and the last one that needs it there.
         self._made_again: list[tuple[int, int, int]] = []
+        # Memories that are not kept, whose makers are still to come, and where they are needed. For
+        # what others may write, a window goes back beyond its cut; that is not there for long.
+        reading: dict[int, int] = {}
         for start, end in reversed([*pairwise(self.ends)]):
-            yield from self._go_down(start, end)
+            reading = dict.fromkeys(reading.keys() - self.kept, _BEYOND)
+            yield from self._go_down(start, end, reading)
 
-    def _go_down(self, start: int, end: int) -> Crosses:
+    def _go_down(self, start: int, end: int, reading: dict[int, int]) -> Crosses:
         """Go through a segment, last step first. Yields what crosses there."""
         stretch = self.stretch
-        # Memories that are not kept, whose makers are still to come, and where they are needed.
-        reading: dict[int, int] = {}
         # Kept ones that a window starts from: it has them until all that it makes is used.
         starts: set[int] = set()
         used = end
@@ -203,10 +205,12 @@ class Filling:
             if memory.maker == index:
                 # What the window overwrites is a copy, from the beginning on.
                 first = start if memory.overwrites in kept else index
-                self._made_again.append((number, first, reading.pop(number, index)))
+                last = reading.pop(number, index)
+                if last != _BEYOND:
+                    self._made_again.append((number, first, last))
         for number in read:
-            if number not in kept:
-                reading.setdefault(number, index)
+            if number not in kept and reading.get(number, _BEYOND) == _BEYOND:
+                reading[number] = index
         return kept
 
     def _can_start(self, number: int, index: int, start: int) -> bool:
@@ -316,6 +320,7 @@ def _largest_from(values: Sequence[int]) -> list[int]:
     return [*accumulate([0, *reversed(values)], max)][::-1]
 
 
+_BEYOND = -1  # where a later segment needs a memory
 _ROUNDS = 4
 _SURE = 0.9  # of the peak: segments that need less may be joined, though the model is not exact
 _FAR = 64  # steps, when the worth of one is found

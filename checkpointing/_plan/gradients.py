@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
+from .. import _torch
 from .._record import Path, Step
 
 Span = tuple[int, int, int]  # the first and the last position, and bytes
@@ -61,9 +62,12 @@ class Gradients:
         self._sizes = {**sizes}  # by extent
         # By step that is a view of parts of a tensor: the parts, and that tensor.
         self._parts: dict[int, tuple[Sequence[int], int]] = {}
+        self._reordered: set[int] = set()  # cells in another order than what they show
+        self._out_of_order: set[int] = set()  # extents whose gradients are
         for step in path.steps:
             if step.is_alias and step.reads:
                 self._find_parts(step)
+                self._find_order(step)
         for step in reversed(path.steps):
             if step.index in self._parts:
                 self._put_together(step)
@@ -102,6 +106,12 @@ class Gradients:
             nbytes = int(step.scratch * self._scale)
         self._sizes.update(dict.fromkeys(parts, nbytes))
 
+    def _find_order(self, step: Step) -> None:
+        """Find whether a view shows a tensor in another order, as a transposed one does."""
+        base = step.reads[0][0]
+        if len(step.memories) == 1 and step.reorders != (base in self._reordered):
+            self._reordered.add(step.memories[0][0])
+
     def _put_together(self, step: Step) -> None:
         """The gradients of parts become one of the whole."""
         parts, whole = self._parts[step.index]
@@ -110,11 +120,13 @@ class Gradients:
             nbytes = sum([gradient.nbytes for gradient in used])
             self._uses[whole].append(Use(step.index, nbytes, makes_view=False))
         elif used:
-            self._give(whole, Gradient(self._sizes[whole], step.index), step.index)
+            is_out = step.reads[0][0] in self._reordered
+            self._give(whole, Gradient(self._sizes[whole], step.index), step.index, is_out)
         self._drop(used, step.index)
 
     def _operate(self, step: Step) -> None:
         """An operator uses up the gradients of its results, and makes those of what it has read."""
+        is_out = not self._out_of_order.isdisjoint(dict(step.sizes))
         used = [*self._of_results(step)]
         written = {*step.writes, *[self._path.extent[cell] for cell in step.targets]}
         got = [*used, *[self._there[each] for each in written if each in self._there]]
@@ -124,21 +136,26 @@ class Gradients:
         scratch = int(step.scratch * self._scale)
         if not step.info.is_pointwise and max([gradient.nbytes for gradient in got]) < size:
             scratch += size  # a kernel copies what `sum` has expanded
+        if is_out and _torch.takes_in_order(step.func):
+            scratch += sum([gradient.nbytes for gradient in used])
         self.spans.append((step.index + 1, step.index + 1, scratch))
         followed = self._followed(step)
         read = [cell for cell, _ in step.reads if self._path.memory_of[cell] in followed]
         views = {self._path.extent[cell] for cell in read if cell in self._path.views}
         # An operator that is never replayed has no reads: all of each memory counts.
-        extents = [self._path.extent[cell] for cell in read] or followed
-        for number in self._parameters.keys() & extents:
+        reached = [(self._path.extent[cell], cell in self._reordered) for cell in read]
+        reached = reached or [(number, False) for number in followed]
+        for number in self._parameters.keys() & dict(reached):
             nbytes = sum([gradient.nbytes for gradient in used])
             self._uses[number].append(Use(step.index, nbytes, number in views))
-        for extent in extents:
+        is_shown = step.info.base in _SHOWN
+        goes_out = step.reorders if is_shown else is_out and step.info.is_pointwise
+        for extent, is_reordered in reached:
             if extent in self._sizes and extent not in written:
                 nbytes = self._sizes[extent]
                 is_same = step.info.base in _ADDITIONS and nbytes == size
-                shares = is_same or step.info.base in _SHOWN
-                self._give(extent, got[0] if shares else Gradient(nbytes, step.index), step.index)
+                gradient = got[0] if is_same or is_shown else Gradient(nbytes, step.index)
+                self._give(extent, gradient, step.index, goes_out != is_reordered)
         self._drop(used, step.index)
 
     def _of_results(self, step: Step) -> Iterator[Gradient]:
@@ -160,9 +177,13 @@ class Gradients:
             return {*step.differentiated}
         return {self._path.memory_of[cell] for cell, _ in step.reads}
 
-    def _give(self, extent: int, gradient: Gradient, index: int) -> None:
-        """Add a gradient to the one that is there, or else the other way around."""
+    def _give(self, extent: int, gradient: Gradient, index: int, is_out: bool) -> None:
+        """Add a gradient, which may be out of order, to the one that is there, or else the other
+        way around."""
         old, size = self._there.get(extent), self._sizes[extent]
+        if old is None:
+            self._out_of_order.discard(extent)
+            self._out_of_order.update([extent] * is_out)
         if old and gradient.users and (old.users > 1 or old.nbytes != size):
             gradient = Gradient(size, index)  # neither can be written: the sum is a third one
         if old is None or not gradient.users:

@@ -297,6 +297,7 @@ class Follower(TorchDispatchMode, Position, Region):
         if self.store.placement is not None:
             step.scratch = _torch.scratch_of(step.func, args, result)
             step.scratch_of_forward = _torch.scratch_of_forward(step.func, args, result)
+            step.reorders = _torch.reorders(step.func, args, result)
             for cell in step.targets:
                 step.scratch += _torch.scratch_in_place(step.func, self.cells[cell]())
             if not step.is_view:

@@ -137,7 +137,36 @@ _PRODUCTS = {"div": 2, "mul": 0}
 # The derivatives of these conjugate what they read, if it is complex: a kernel copies it.
 _CONJUGATING = ("bmm", "mm", "mul")
 # How often the derivatives of these copy what the operators themselves copy.
-_COPYING = {"fft_c2c": 0, "fft_c2r": 0, "fft_r2c": 2, "roll": 1}
+_COPYING = {
+    "adaptive_avg_pool2d": 0,
+    "avg_pool2d": 0,
+    "fft_c2c": 0,
+    "fft_c2r": 0,
+    "fft_r2c": 2,
+    "im2col": 0,
+    "log_softmax": 0,
+    "max_pool2d_with_indices": 0,
+    "native_group_norm": 0,
+    "native_layer_norm": 1,
+    "roll": 1,
+    "softmax": 0,
+}
+# The derivatives of these copy a gradient that is not in order.
+_TAKING_IN_ORDER = {
+    "adaptive_avg_pool2d",
+    "avg_pool2d",
+    "convolution",
+    "grid_sampler_2d",
+    "im2col",
+    "log_softmax",
+    "max_pool2d_with_indices",
+    "native_group_norm",
+    "native_layer_norm",
+    "softmax",
+    "upsample_bilinear2d",
+    "upsample_nearest2d",
+}
+_JOINING = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
 # On a CPU, the kernels of these copy an argument of another type to the type of the result.
 _PROMOTING = (*_HANDED_ON, *_PRODUCTS)
 # Losses that sum up in place: their result, a number, has memory as large as what they read.
@@ -196,10 +225,26 @@ def scratch_of_forward(func: Any, args: Any, result: Any) -> int:
         return _LOSSES[name] * max([_size(each) for each in args if isinstance(each, Tensor)])
     if name in _COPYING:
         return _copies_on_the_way(name, *args)
-    if name in ("log_softmax", "softmax") and is_strided(args[0]):
-        # Its kernel copies what is not contiguous, such as logits without the last ones.
-        return 0 if args[0].is_contiguous() else int(args[0].nbytes)
     return 0
+
+
+def takes_in_order(func: Any) -> bool:
+    """Whether the derivative of an operator copies a gradient that is not in order, as after a
+    transposition."""
+    return _name_of(func) in _TAKING_IN_ORDER
+
+
+def reorders(func: Any, args: Any, result: Any) -> bool:
+    """Whether a gradient in order is handed on in another one: by a view in another order, and by
+    what joins tensors along another dimension than the first."""
+    if func in _JOINING:
+        dim = args[1] if len(args) > 1 else 0
+        return bool(result.shape[: dim % max(1, result.dim())].numel() > 1)
+    tensors = [*args[:1], result]
+    if not all(isinstance(each, Tensor) and is_strided(each) for each in tensors):
+        return False
+    read = tensors[0]
+    return bool(read.numel() == result.numel() and read.is_contiguous() != result.is_contiguous())
 
 
 def _copies_in_type(args: Any, result: Tensor) -> int:
@@ -208,10 +253,14 @@ def _copies_in_type(args: Any, result: Tensor) -> int:
     return result.itemsize * sum([e.numel() for e in read if e.dtype != result.dtype])
 
 
-def _copies_on_the_way(name: str, tensor: Tensor, dims: Any, *_: Any) -> int:
+def _copies_on_the_way(name: str, tensor: Tensor, dims: Any = (), *_: Any) -> int:
     """The bytes that a Fourier transform copies: where other dimensions lie on both sides of those
-    that it is taken over, and in an inverse one over several. And those of `roll`, which takes one
-    dimension after the other."""
+    that it is taken over, and in an inverse one over several. Those of `roll`, which takes one
+    dimension after the other. And those of what reads tensors in order, such as logits without the
+    last ones."""
+    if name in _TAKING_IN_ORDER:
+        is_in_order = tensor.is_contiguous() or _has_channels_last(tensor)
+        return 0 if is_in_order else _size(tensor)
     if name == "roll":
         return (len(dims) - 1) * _size(tensor)
     if name == "fft_c2r" and len(dims) > 1:
@@ -272,17 +321,21 @@ def _scratch_of_convolution(result: Tensor, *args: Any) -> Any:
 
 def _scratch_of_convolution_forward(result: Tensor, *args: Any) -> Any:
     """oneDNN copies an image in order, and the weight, into blocks of channels, and its result back
-    from there; one that is transposed, twice."""
+    from there; that of a transposed one, twice."""
     image, weight, _, stride, _, _, is_transposed, *_ = args
     if not image.is_cpu or _has_channels_last(image):
         return 0
-    if convolution_backend(*args).startswith("Slow"):
+    backend = convolution_backend(*args)
+    if backend.startswith("Slow"):
         is_product = max(*stride, *weight.shape[2:]) == 1
-        return 0 if is_product else result.nbytes // len(weight) * weight[0].numel()
+        columns = result.nbytes // len(weight) * weight[0].numel()
+        return 0 if is_product else columns // (len(image) if "Dilated" in backend else 1)
     read = image.nbytes * _padding(image.shape[1]) + weight.nbytes
-    made = result.nbytes * _padding(result.shape[1]) * (1 + is_transposed)
-    copied = 0 if image.is_contiguous() else image.nbytes
-    return copied + max(read, result.nbytes) + made - result.nbytes
+    if is_transposed:
+        needed = max(read, 2 * result.nbytes)
+    else:
+        needed = max(read, result.nbytes) + result.nbytes * (_padding(result.shape[1]) - 1)
+    return needed if image.is_contiguous() else needed + image.nbytes
 
 
 def _widest(image: Tensor) -> int:

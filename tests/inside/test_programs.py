@@ -294,7 +294,10 @@ def test_peaks_are_sums_over_what_is_there(build):
                 passing = []
                 for index in again.intersection(range(at + 1)):
                     for number in {*model.made[index]}.difference(stretch.saved):
-                        uses = {index, *again.intersection(memories[number].readers)}
+                        readers = filling.again.intersection(memories[number].readers)
+                        if readers and not readers & again:
+                            continue  # only the window of a later segment goes back for it
+                        uses = {index, *readers & again}
                         if memories[number].maker == index and at <= max(uses):
                             passing.append(memories[number].nbytes)
                 kept = [n for n, first in needed_at if first < end]
