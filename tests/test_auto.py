@@ -1887,6 +1887,57 @@ class Shown:
         split = lambda weights: weights.view(-1).split(64 * 64)
         return with_one_parameter(lambda weights: [part.view(64, 64) for part in split(weights)])
 
+    def log_probabilities_by_time():
+        """A kernel copies the gradient, which a CTC loss makes in the other order."""
+        layers, x = linears(3, 64, 64).append(nn.Linear(64, 300)), torch.randn(8, 40, 64)
+        labels, long, short = (
+            torch.randint(1, 300, (8, 9)),
+            torch.full((8,), 40),
+            torch.full((8,), 9),
+        )
+
+        def run():
+            found = through(layers, x).log_softmax(-1).transpose(0, 1)
+            return nn.functional.ctc_loss(found, labels, long, short, reduction="none")
+
+        return layers, run
+
+    def norms_of_images():
+        """Between permutations, as `LayerNorm2d`: both the image and the gradient are copied."""
+        layers = nn.ModuleList(nn.Conv2d(16, 16, 3, 1, 1) for _ in range(4))
+        norms, x = nn.ModuleList(nn.LayerNorm(16) for _ in layers), torch.randn(4, 16, 24, 24)
+
+        def run():
+            y = x
+            for layer, norm in zip(layers, norms, strict=True):
+                y = y + norm(layer(y).permute(0, 2, 3, 1)).permute(0, 3, 1, 2).sigmoid()
+            return y
+
+        return nn.ModuleList([layers, norms]), run
+
+    def images_that_are_joined():
+        """What was joined gets views of one gradient, which is not in order for them."""
+        layers = nn.ModuleList(nn.Conv2d(32, 32, 3, 1, 1) for _ in range(3))
+        last, x = nn.Conv2d(96, 8, 1), torch.randn(4, 32, 24, 24)
+
+        def run():
+            return last(torch.cat([layer(x * 2) for layer in layers], 1))
+
+        return nn.ModuleList([layers, last]), run
+
+    def images_that_grow():
+        """In the forward, a transposed convolution takes twice its result beside that."""
+        layers = nn.ModuleList(nn.ConvTranspose2d(16, 16, 4, 2, 1) for _ in range(3))
+        frozen = layers.requires_grad_(False)
+        first, x = nn.Conv2d(3, 16, 3, 1, 1), torch.randn(4, 3, 8, 8)
+
+        def run():
+            with torch.no_grad():
+                known = through(frozen, torch.randn(4, 16, 8, 8)).mean((2, 3))
+            return first(x).mean((2, 3)) * known
+
+        return first, run
+
     def a_table_in_chunks():
         """A head whose logits are computed for parts of the words, one after the other."""
         layers, head, x = linears(4, 64, 64), nn.Linear(64, 800), torch.randn(100, 64)

@@ -134,10 +134,11 @@ class Gradients:
             return
         size = max([self._sizes.get(number, 0) for number in (*dict(step.sizes), *written)])
         scratch = int(step.scratch * self._scale)
-        if not step.info.is_pointwise and max([gradient.nbytes for gradient in got]) < size:
-            scratch += size  # a kernel copies what `sum` has expanded
-        if is_out and _torch.takes_in_order(step.func):
-            scratch += sum([gradient.nbytes for gradient in used])
+        is_expanded = max([gradient.nbytes for gradient in got]) < size  # as by `sum`
+        if is_expanded and not step.info.is_pointwise:
+            scratch += size  # a kernel copies it
+        elif is_out and _torch.takes_in_order(step.func):
+            scratch += size
         self.spans.append((step.index + 1, step.index + 1, scratch))
         followed = self._followed(step)
         read = [cell for cell, _ in step.reads if self._path.memory_of[cell] in followed]
