@@ -7,6 +7,9 @@ already, from a later step, one of the two is added to the other in place, unles
 have other users. A view that takes a part out of a tensor, or expands it, makes a gradient as large
 as that tensor.
 
+Kernels copy gradients that are not in order: those of `x` in `x.t()`, and parts of one that `cat`
+hands on. Pointwise operators make gradients in the order of those that they get.
+
 Invariant: a gradient is there from the step that makes it down to the last one that uses it.
 """
 
@@ -63,7 +66,7 @@ class Gradients:
         # By step that is a view of parts of a tensor: the parts, and that tensor.
         self._parts: dict[int, tuple[Sequence[int], int]] = {}
         self._reordered: set[int] = set()  # cells in another order than what they show
-        self._out_of_order: set[int] = set()  # extents whose gradients are
+        self._out_of_order: set[int] = set()  # extents whose gradients are not in order
         for step in path.steps:
             if step.is_alias and step.reads:
                 self._find_parts(step)
@@ -150,13 +153,13 @@ class Gradients:
             nbytes = sum([gradient.nbytes for gradient in used])
             self._uses[number].append(Use(step.index, nbytes, number in views))
         is_shown = step.info.base in _SHOWN
-        goes_out = step.reorders if is_shown else is_out and step.info.is_pointwise
+        makes_out = step.reorders if is_shown else is_out and step.info.is_pointwise
         for extent, is_reordered in reached:
             if extent in self._sizes and extent not in written:
                 nbytes = self._sizes[extent]
                 is_same = step.info.base in _ADDITIONS and nbytes == size
                 gradient = got[0] if is_same or is_shown else Gradient(nbytes, step.index)
-                self._give(extent, gradient, step.index, goes_out != is_reordered)
+                self._give(extent, gradient, step.index, makes_out != is_reordered)
         self._drop(used, step.index)
 
     def _of_results(self, step: Step) -> Iterator[Gradient]:
