@@ -138,15 +138,10 @@ _PRODUCTS = {"div": 2, "mul": 0}
 _CONJUGATING = ("bmm", "mm", "mul")
 # How often the derivatives of these copy what the operators themselves copy.
 _COPYING = {
-    "adaptive_avg_pool2d": 0,
-    "avg_pool2d": 0,
     "fft_c2c": 0,
     "fft_c2r": 0,
     "fft_r2c": 2,
-    "im2col": 0,
     "log_softmax": 0,
-    "max_pool2d_with_indices": 0,
-    "native_group_norm": 0,
     "native_layer_norm": 1,
     "roll": 1,
     "softmax": 0,
@@ -240,11 +235,11 @@ def reorders(func: Any, args: Any, result: Any) -> bool:
     if func in _JOINING:
         dim = args[1] if len(args) > 1 else 0
         return bool(result.shape[: dim % max(1, result.dim())].numel() > 1)
-    tensors = [*args[:1], result]
+    tensors = args[0] if args else result, result
     if not all(isinstance(each, Tensor) and is_strided(each) for each in tensors):
         return False
-    read = tensors[0]
-    return bool(read.numel() == result.numel() and read.is_contiguous() != result.is_contiguous())
+    before, after = [each.is_contiguous() or _has_channels_last(each) for each in tensors]
+    return before != after and tensors[0].numel() == result.numel()
 
 
 def _copies_in_type(args: Any, result: Tensor) -> int:
@@ -259,8 +254,7 @@ def _copies_on_the_way(name: str, tensor: Tensor, dims: Any = (), *_: Any) -> in
     dimension after the other. And those of what reads tensors in order, such as logits without the
     last ones."""
     if name in _TAKING_IN_ORDER:
-        is_in_order = tensor.is_contiguous() or _has_channels_last(tensor)
-        return 0 if is_in_order else _size(tensor)
+        return 0 if tensor.is_contiguous() else _size(tensor)
     if name == "roll":
         return (len(dims) - 1) * _size(tensor)
     if name == "fft_c2r" and len(dims) > 1:
