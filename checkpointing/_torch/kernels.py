@@ -338,7 +338,7 @@ def _widest(image: Tensor) -> int:
 
 
 def _has_channels_last(image: Tensor) -> bool:
-    return image.stride(1) == 1 and image.dim() == 4 and not image.is_contiguous()
+    return image.dim() == 4 and image.stride(1) == 1 and not image.is_contiguous()
 
 
 def _columns(backend: str, result: Tensor, image: Tensor, weight: Tensor, stride: int) -> int:
