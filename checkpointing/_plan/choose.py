@@ -64,9 +64,8 @@ def choose_within(stretch: Stretch, budget: int) -> Filling:
     enough, so that a smaller budget never means a larger peak."""
     cutting, cuts, least = _cuts_for(stretch, 0)
     best = _filled(cutting, cuts, least)
-    bare = _bare(stretch, best.cuts)
-    if best.nbytes > budget and bare.peak <= best.peak:
-        best = bare
+    if best.nbytes > budget:  # what it keeps beside its cuts may lower no peak
+        best = min(_bare(stretch, best.cuts), best, key=_peak_of)
     ratio = max(1, Filling(stretch, ()).peak / least)
     low, high = 0, _MOST_PEAKS
     while best.nbytes <= budget and low < high:

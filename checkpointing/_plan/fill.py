@@ -304,10 +304,13 @@ class Filling:
         while stack and len(gone) < _FAR:
             for number in self.model.reads[stack.pop()]:
                 memory = self.memories[number]
-                is_kept = number in self.kept or number in made
-                if number in self.stretch.saved and not is_kept:
+                is_read_before = memory.last_part > memory.maker  # its last write
+                if number in made or (number in self.kept and is_read_before):
+                    last = memory.last_part
+                elif number in self.kept or number in self.stretch.saved:
                     continue
-                last = memory.last_part if is_kept else self.model.count
+                else:
+                    last = self.model.count
                 if self._readers(memory, last) <= gone:
                     makers = self.again.intersection((memory.maker, *memory.writers)) - gone
                     gone |= makers
@@ -321,7 +324,7 @@ def _largest_from(values: Sequence[int]) -> list[int]:
 
 
 _BEYOND = -1  # where a later segment needs a memory
-_ROUNDS = 4
+_ROUNDS = 2
 _SURE = 0.9  # of the peak: segments that need less may be joined, though the model is not exact
 _FAR = 64  # steps, when the worth of one is found
 # What Python takes to run a step again, and to keep a memory, in the floating-point operations of
