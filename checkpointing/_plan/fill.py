@@ -304,7 +304,7 @@ class Filling:
         while stack and len(gone) < _FAR:
             for number in self.model.reads[stack.pop()]:
                 memory = self.memories[number]
-                is_read_before = memory.last_part > memory.maker  # its last write
+                is_read_before = memory.last_part > memory.maker  # before its last write, in part
                 if number in made or (number in self.kept and is_read_before):
                     last = memory.last_part
                 elif number in self.kept or number in self.stretch.saved:

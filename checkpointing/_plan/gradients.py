@@ -185,9 +185,10 @@ class Gradients:
         """Add a gradient, which may be out of order, to the one that is there, or else the other
         way around."""
         old, size = self._there.get(extent), self._sizes[extent]
-        if old is None:
+        if old is None and is_out:
+            self._out_of_order.add(extent)
+        elif old is None:
             self._out_of_order.discard(extent)
-            self._out_of_order.update([extent] * is_out)
         if old and gradient.users and (old.users > 1 or old.nbytes != size):
             gradient = Gradient(size, index)  # neither can be written: the sum is a third one
         if old is None or not gradient.users:

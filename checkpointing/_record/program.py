@@ -181,7 +181,7 @@ class Step:
     flops: float = 0.0  # floating-point operations, as far as torch counts them
     scratch: int = 0  # bytes that its backward works with
     scratch_of_forward: int = 0  # bytes that it allocates itself, beside its results
-    reorders: bool = False  # what backward hands on of a gradient in order is in another one
+    reorders: bool = False  # its backward gets a gradient in order, and hands on another one
     states: tuple[tuple[int, str], ...] = ()  # of memories that have another one now
     saves: tuple[Slot, ...] = ()  # by autograd, after it and before the next one
     plain: frozenset[type] = PLAIN  # types of arguments that are the same if they are equal

@@ -232,7 +232,7 @@ def takes_in_order(func: Any) -> bool:
 def reorders(func: Any, args: Any, result: Any) -> bool:
     """Whether a gradient in order is handed on in another one: by a view in another order, and by
     what joins tensors along another dimension than the first."""
-    if func in _JOINING:
+    if func in _JOINING and is_strided(result):
         dim = args[1] if len(args) > 1 else 0
         return bool(result.shape[: dim % max(1, result.dim())].numel() > 1)
     tensors = args[0] if args else result, result
