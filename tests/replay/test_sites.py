@@ -182,8 +182,9 @@ HOLES = {
                 n.mul_(3)
             y = (y * n).sin()
         see(grad([y], [x]))""",
+    # (What a plan keeps comes back on the memory of the block, as in plain code.)
     "brought back by a backward inside on its own memory, when what it had first is written": """
-    for policy, create_graph, _ in product(budgets, (False, True), (1, 2)):
+    for policy, create_graph, _ in product(budgets[:2], (False, True), (1, 2)):
         x = torch.rand(12, requires_grad=True)
         with scope(policy):
             h = x.sin()
