@@ -1938,6 +1938,15 @@ class Shown:
 
         return first, run
 
+    def halves_of_a_transposed_parameter():
+        """Their sum is a third tensor: a gradient of a view is a view."""
+        weights = nn.ParameterList([torch.randn(256, 512)])
+
+        def run():
+            return weights[0].t()[:256].tanh() * weights[0].t()[256:].sin()
+
+        return weights, run
+
     def a_table_in_chunks():
         """A head whose logits are computed for parts of the words, one after the other."""
         layers, head, x = linears(4, 64, 64), nn.Linear(64, 800), torch.randn(100, 64)
@@ -2149,6 +2158,13 @@ def test_sparse_tensors_that_are_written_in_place_are_planned():
     (wanted,) = torch.autograd.grad(forward(), x)
     (found,) = torch.autograd.grad(scoped(forward)(), x)
     assert torch.equal(found.to_dense(), wanted.to_dense())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_that_are_joined_are_planned():
+    """They have no sizes."""
+    parts = [torch.ones(2, 3), torch.ones(4, 3)]
+    scoped(lambda: torch.cat([torch.nested.nested_tensor(parts)] * 2))()
 
 
 @pytest.mark.parametrize("operator", WORKING.values(), ids=WORKING)

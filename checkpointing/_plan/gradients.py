@@ -118,13 +118,14 @@ class Gradients:
     def _put_together(self, step: Step) -> None:
         """The gradients of parts become one of the whole."""
         parts, whole = self._parts[step.index]
+        base = step.reads[0][0]
         used = [self._there.pop(part) for part in parts if part in self._there]
         if used and whole in self._parameters:
             nbytes = sum([gradient.nbytes for gradient in used])
-            self._uses[whole].append(Use(step.index, nbytes, makes_view=False))
+            self._uses[whole].append(Use(step.index, nbytes, base in self._path.views))
         elif used:
-            is_out = step.reads[0][0] in self._reordered
-            self._give(whole, Gradient(self._sizes[whole], step.index), step.index, is_out)
+            gradient = Gradient(self._sizes[whole], step.index)
+            self._give(whole, gradient, step.index, base in self._reordered)
         self._drop(used, step.index)
 
     def _operate(self, step: Step) -> None:

@@ -112,7 +112,7 @@ class Stretch:
                 needed.update(self.reads[index])
         return (self.dear & made & needed) - self.model.with_gradient
 
-    def _across(self, run: range, n: int = 0) -> int:
+    def _across(self, run: range, n: int) -> int:
         """The bytes that cross cuts after so many steps in each block. What several of these cross
         counts once, such as a memory that all layers of a decoder attend to."""
         cuts = run[:-1]
@@ -137,7 +137,7 @@ class Stretch:
 
     def _are_worth_it(self, run: range) -> bool:
         saved = [number for number, at in self.saved.items() if run[0] <= at < run[-1]]
-        return 2 * self._across(run) <= self.cost(saved)
+        return 2 * sum([self.crossing[at] for at in run[:-1]]) <= self.cost(saved)
 
     def are_alike(self, run: range) -> bool:
         """Whether the blocks of a run save about the same bytes, unlike those of a pyramid."""

@@ -322,7 +322,8 @@ def _scratch_of_convolution_forward(result: Tensor, *args: Any) -> Any:
     backend = convolution_backend(*args)
     if backend.startswith("Slow"):
         is_product = max(*stride, *weight.shape[2:]) == 1
-        columns = result.nbytes // len(weight) * weight[0].numel()
+        covered = image if is_transposed else result
+        columns = covered.nbytes // len(weight) * weight[0].numel()
         return 0 if is_product else columns // (len(image) if "Dilated" in backend else 1)
     read = image.nbytes * _padding(image.shape[1]) + weight.nbytes
     if is_transposed:
@@ -345,7 +346,8 @@ def _columns(backend: str, result: Tensor, image: Tensor, weight: Tensor, stride
     """A matrix of what the kernel covers at each place of the result."""
     if max(stride, *weight.shape[2:]) == 1:
         return result.nbytes  # a matrix product; the gradient may have another layout
-    columns = result.nbytes // len(weight) * weight[0].numel()
+    covered = image if "Transpose" in backend else result
+    columns = covered.nbytes // len(weight) * weight[0].numel()
     if "Dilated" in backend:
         return columns // len(image)  # one image after the other
     if backend == "Mkldnn":  # the same, with what the gradient of the weight is summed up in
