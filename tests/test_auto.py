@@ -1927,8 +1927,8 @@ class Shown:
 
     def images_that_grow():
         """In the forward, a transposed convolution takes twice its result beside that."""
-        layers = nn.ModuleList(nn.ConvTranspose2d(16, 16, 4, 2, 1) for _ in range(3))
-        frozen = layers.requires_grad_(False)
+        frozen = nn.ModuleList(nn.ConvTranspose2d(16, 16, 4, 2, 1) for _ in range(3))
+        frozen.requires_grad_(False)
         first, x = nn.Conv2d(3, 16, 3, 1, 1), torch.randn(4, 3, 8, 8)
 
         def run():

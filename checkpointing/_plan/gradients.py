@@ -121,8 +121,7 @@ class Gradients:
         base = step.reads[0][0]
         used = [self._there.pop(part) for part in parts if part in self._there]
         if used and whole in self._parameters:
-            nbytes = sum([gradient.nbytes for gradient in used])
-            self._uses[whole].append(Use(step.index, nbytes, base in self._path.views))
+            self._add_use(whole, step, used, base in self._path.views)
         elif used:
             gradient = Gradient(self._sizes[whole], step.index)
             self._give(whole, gradient, step.index, base in self._reordered)
@@ -151,8 +150,7 @@ class Gradients:
         reached = [(self._path.extent[cell], cell in self._reordered) for cell in read]
         reached = reached or [(number, False) for number in followed]
         for number in self._parameters.keys() & dict(reached):
-            nbytes = sum([gradient.nbytes for gradient in used])
-            self._uses[number].append(Use(step.index, nbytes, number in views))
+            self._add_use(number, step, used, number in views)
         is_shown = step.info.base in _SHOWN
         makes_out = step.reorders if is_shown else is_out and step.info.is_pointwise
         for extent, is_reordered in reached:
@@ -162,6 +160,11 @@ class Gradients:
                 gradient = got[0] if is_same or is_shown else Gradient(nbytes, step.index)
                 self._give(extent, gradient, step.index, makes_out != is_reordered)
         self._drop(used, step.index)
+
+    def _add_use(self, number: int, step: Step, used: Sequence[Gradient], makes_view: bool) -> None:
+        """A step gives a gradient to all of a parameter."""
+        nbytes = sum([gradient.nbytes for gradient in used])
+        self._uses[number].append(Use(step.index, nbytes, makes_view))
 
     def _of_results(self, step: Step) -> Iterator[Gradient]:
         """The gradients of what a step has made: nobody needs them after it."""

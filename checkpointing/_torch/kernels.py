@@ -322,9 +322,7 @@ def _scratch_of_convolution_forward(result: Tensor, *args: Any) -> Any:
     backend = convolution_backend(*args)
     if backend.startswith("Slow"):
         is_product = max(*stride, *weight.shape[2:]) == 1
-        covered = image if is_transposed else result
-        columns = covered.nbytes // len(weight) * weight[0].numel()
-        return 0 if is_product else columns // (len(image) if "Dilated" in backend else 1)
+        return 0 if is_product else _matrix(backend, result, image, weight)
     read = image.nbytes * _padding(image.shape[1]) + weight.nbytes
     if is_transposed:
         needed = max(read, 2 * result.nbytes)
@@ -342,15 +340,24 @@ def _has_channels_last(image: Tensor) -> bool:
     return image.dim() == 4 and image.stride(1) == 1 and not image.is_contiguous()
 
 
+def _matrix(backend: str, result: Tensor, image: Tensor, weight: Tensor) -> int:
+    """A matrix of what the kernel covers at each place of the result, or, if it is transposed, of
+    the image; for a dilated one, of one image after the other."""
+    places = image if "Transpose" in backend else result
+    columns = places.nbytes // len(weight) * weight[0].numel()
+    return columns // len(image) if "Dilated" in backend else columns
+
+
 def _columns(backend: str, result: Tensor, image: Tensor, weight: Tensor, stride: int) -> int:
-    """A matrix of what the kernel covers at each place of the result."""
+    """Such a matrix, as the backward needs it."""
     if max(stride, *weight.shape[2:]) == 1:
         return result.nbytes  # a matrix product; the gradient may have another layout
-    covered = image if "Transpose" in backend else result
-    columns = covered.nbytes // len(weight) * weight[0].numel()
+    columns = _matrix(backend, result, image, weight)
     if "Dilated" in backend:
-        return columns // len(image)  # one image after the other
-    if backend == "Mkldnn":  # the same, with what the gradient of the weight is summed up in
+        return columns
+    if (
+        backend == "Mkldnn"
+    ):  # of one image after the other, with what the gradient of the weight is summed up in
         threads, places = torch.get_num_threads(), result[0, 0].numel()
         is_shared = len(image) > 1 and places < _FEW_PLACES * threads
         return (columns // len(image) + 4 * weight.nbytes) * (threads if is_shared else 1)
