@@ -38,7 +38,9 @@ def choose(stretch: Stretch, parts: int = 0) -> Filling:
     if handed_on := stretch.without_grad_mode | stretch.frozen(least):
         beside = _bare(stretch, tight)
         beside.keep(beside.kept | handed_on)
-        beside.most = target = max(target, min(most, beside.peak))
+        # Windows of these cuts alone may need more than the labels say.
+        room = min(most, target + stretch.cost(handed_on))
+        beside.most = target = max(target, min(room, beside.peak))
         ways = [beside]  # without it, all of such a part may run again
     best = min([_filled(cutting, cuts, target), *ways], key=Filling.key)
     bare = _bare(stretch, cuts)

@@ -79,9 +79,9 @@ class Cutting:
         """The least peak that cuts can have, and those cuts."""
         model = self.stretch.model
         high = max(*model.backward, *model.live, 1)  # no cut lowers these
-        low = high - 1
+        low, more = high - 1, high // PRECISION + 1
         while not (best := self.cuts(high, budget, 1)):
-            low, high = high, 2 * high
+            low, high, more = high, high + more, 2 * more
         while high - low > max(64, high // PRECISION):
             middle = (low + high) // 2
             found = self.cuts(middle, budget, 1)

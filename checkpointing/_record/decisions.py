@@ -51,8 +51,9 @@ def find_decisions(known: Memories, step: Step, store: Store) -> None:
             decided[value] = tensor
     limit = max(_FEW, store.saved_bytes // 8) - store.decided_bytes
     for value, tensor in decided.items():
-        limit -= _torch.memory_size(tensor)
-        if limit >= 0:
+        nbytes = _torch.memory_size(tensor)
+        if nbytes <= limit:  # indices may fit where the mask that they were found in does not
+            limit -= nbytes
             step.decides += (Hold(value, known.memory_of[value[0]].number),)
 
 

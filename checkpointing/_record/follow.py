@@ -345,7 +345,8 @@ class Follower(TorchDispatchMode, Position, Region):
                 self.use_plan(plans[-1] if plans else None)
             for plan, asked, counts in step.keeps:
                 if plan is self.plan:
-                    self._after(step, self.store.keep_planned, asked, counts)
+                    most = plan.most if counts else None
+                    self._after(step, self.store.keep_planned, asked, most)
         if self._ask is None or step.info.is_view:
             return
         if not self._is_innermost():  # a run inside asks for itself
@@ -364,7 +365,7 @@ class Follower(TorchDispatchMode, Position, Region):
         for step in plan.path.steps:
             for each, asked, counts in step.keeps:
                 if each is plan and plan.path.is_current(asked.value):
-                    self.store.keep_planned(asked, counts)
+                    self.store.keep_planned(asked, plan.most if counts else None)
 
     def _is_innermost(self) -> bool:
         """Whether no other run has been entered inside this one."""

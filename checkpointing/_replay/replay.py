@@ -216,7 +216,7 @@ class Replay(Frame):
                 attach(plan, old)
                 run.keep_what_is_there(plan)
         gradients = [each.nbytes for each in self._trained if each.grad is not None]
-        self.peak = max(self.peak, plan.peak + sum(gradients))
+        self.peak = max(self.peak, int(plan.growth(run) * plan.peak) + sum(gradients))
         run.program.has_used(plan)
         if old is not None and plan.size > old.size:
             run.program.grow(plan.size)
