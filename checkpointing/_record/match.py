@@ -66,8 +66,9 @@ class Matcher:
                     if cells[known.cell]() is not arg or arg is None:
                         break
                 elif known is not arg:
-                    is_plain = type(arg) is kind and kind in step.plain
-                    if not (known == arg if is_plain else self.matches(known, arg, met)):
+                    # Zeros that are equal may differ in sign.
+                    is_plain = type(arg) is kind and kind in step.info.plain and known
+                    if not ((is_plain and known == arg) or self.matches(known, arg, met)):
                         break
             else:
                 if met:

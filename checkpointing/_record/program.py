@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .history import History
-from .ops import NO_OPERATOR, PLAIN, Info
+from .ops import NO_OPERATOR, Info
 
 # A cell, and the last step that wrote to its memory; NOT_WRITTEN if none has.
 Value = tuple[int, int]
@@ -184,7 +184,6 @@ class Step:
     reorders: bool = False  # its backward gets a gradient in order, and hands on another one
     states: tuple[tuple[int, str], ...] = ()  # of memories that have another one now
     saves: tuple[Slot, ...] = ()  # by autograd, after it and before the next one
-    plain: frozenset[type] = PLAIN  # types of arguments that are the same if they are equal
     next: tuple[Step, ...] = ()  # with the first one, `saves` is complete
     line: Any = None  # of the user's code, where the shapes of results depend on data
     note: Any = (None, None)  # where the user's code called it, if somebody wants to know

@@ -136,9 +136,6 @@ class Recorder(Memories):
         info = GATHERING_COPY if is_gathering else info_of(func)
         self._step = step = Step(self.at[0].index + 1, func, call, info, grad_mode=grad_mode)
         step.cells_before = len(self.memory_of)
-        # All floats are the same as any that is equal: neither nan, nor a zero with its sign.
-        is_usual = all(abs(arg) > 0 for arg in given.values() if type(arg) is float)
-        step.plain = info.plain if is_usual else info.plain - {float}
         tensors = tensors_of([*given.values()])
         has_zeros = any(map(_torch.is_zeros, tensors))
         step.run = _torch.with_others_inside(info.run) if has_zeros else info.run
