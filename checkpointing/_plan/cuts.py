@@ -91,7 +91,7 @@ class Cutting:
                 low = middle
         return high, best[0]
 
-    def cuts(self, peak: int, budget: int | None, most: int = 8) -> list[Cuts]:
+    def cuts(self, peak: int, budget: int | None, most: int = 5) -> list[Cuts]:
         """Cuts under which no segment needs more than `peak`: those that hold the least and, if
         there may be several labels at a position, others that repeat less."""
         stretch, memories = self.stretch, self.stretch.memories
