@@ -2337,8 +2337,7 @@ def test_a_peak_is_kept_and_costs_no_more_than_a_smaller_one():
 
 
 def test_larger_batches_keep_to_the_peak_too():
-    """The first one of a size needs a little more, since it learns at its end that it is larger.
-    A smaller one has the plan of the largest."""
+    """The first one of a size needs a little more. A smaller one has the plan of the largest."""
     layers = nn.Sequential(*[programs.Block(64, 4) for _ in range(8)])
     oracle.with_gradients(layers.parameters())
 
@@ -2350,7 +2349,7 @@ def test_larger_batches_keep_to_the_peak_too():
     run(10).backward()
     for rows in (10, 12, 14, 22, 10):
         first, second = (memory_of(functools.partial(run, rows)).peak for _ in range(2))
-        assert first <= 1.3 * asked
+        assert first <= 1.1 * asked
         assert second <= 1.02 * asked
         assert rows == 10 or abs(run.scope.stats.peak_predicted - second) <= 0.05 * second
 

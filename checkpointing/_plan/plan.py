@@ -34,7 +34,7 @@ class Plan:
     peak = 0  # simulated
     nbytes = 0  # of what it keeps, in its budget
     counted: Set[Value] = frozenset()  # one of each memory that it keeps, and nobody else holds
-    most: int | None = None  # bytes that a run may keep, with what others keep; None: any number
+    exceeds = False  # whether it keeps more than its budget, which has no room for a checkpoint
     size = 0  # bytes that autograd saves, as the plan assumes
     first_size = 0  # those of the run whose bytes the steps have
     complaint = ""
@@ -67,17 +67,21 @@ class Plan:
             return False
         if still_waiting(run, self.waiting) != self.waiting:
             return False
-        growth = self.growth(run)
+        return self.growth(run) <= MOST_GROWTH and not self.is_outgrown(run)
+
+    def growth(self, run: Run) -> float:
+        """How many times the bytes that the plan assumes a run has saved; 1 if these are fewer."""
+        return max(1.0, run.store.saved_bytes / max(1, self.size))
+
+    def is_outgrown(self, run: Run) -> bool:
+        """Whether a run has saved so much that it would need more than is asked for, as the plan
+        does not. What it has not held by then is made in backward, by another plan."""
+        assert run.store.placement is not None
         budget, _, peak = run.store.placement
         asked, needed = budget, self.nbytes + run.store.kept_bytes
         if peak is not None:
             asked, needed = peak, self.peak
-        is_outgrown = asked is not None and needed <= asked < growth * needed
-        return growth <= MOST_GROWTH and not is_outgrown
-
-    def growth(self, run: Run) -> float:
-        """How many times the bytes that the plan assumes a run saves; 1 if it saves fewer."""
-        return max(1.0, run.store.saved_bytes / max(1, self.size))
+        return asked is not None and needed <= asked < self.growth(run) * needed
 
     def without_gradient(self, run: Run) -> Set[Tensor]:
         """The parameters that have no gradient yet, and get one."""
@@ -128,7 +132,6 @@ def plan_of(run: Run, old: Plan | None = None) -> Plan:
     plan.parts = run.program.history.parts
     plan.retained = plan.assumed = retained
     plan.peak += store.kept_bytes
-    plan.most = _most(plan, store.placement, store.kept_bytes)
     plan.complaint = _complaint(plan, store.placement, store.kept_bytes)
     return plan
 
@@ -149,17 +152,8 @@ def _planned(model: Model, asked: Placement, others: int, parts: int) -> Plan:
     plan = _laid_over(choose_within(stretch, rest))
     if plan.nbytes > rest:
         plan = _in_small_budget(stretch, rest, plan)
+    plan.exceeds = plan.nbytes > rest
     return plan
-
-
-def _most(plan: Plan, asked: Placement, others: int) -> int | None:
-    """The bytes that a run may keep, with what others keep: no more than the plan itself does, if
-    its peak is one that was asked for. Larger runs exchange the plan when they have ended."""
-    budget, _, peak = asked
-    needed = plan.nbytes + others
-    if budget is not None and needed <= max(budget, others):
-        return budget
-    return needed if peak is not None and plan.peak <= peak else None
 
 
 def _in_small_budget(stretch: Stretch, budget: int, enough: Plan) -> Plan:
@@ -244,7 +238,7 @@ def _complaint(plan: Plan, asked: Placement, least: int) -> str:
         return ""
     if least > budget:
         why = "`keep`, other policies, decisions, or FSDP2 keep more than that in this block"
-    elif plan.nbytes + least > budget:
+    elif plan.exceeds:
         why = "no room for checkpoints that lower the peak, so more is kept"
         least += plan.nbytes
     else:
@@ -262,7 +256,7 @@ def attach(plan: Plan, old: Plan | None) -> None:
     for value in sorted(plan.kept):  # in the same order on every rank
         memory = path.memory_of[value[0]]
         asked = Hold(value, memory, is_copied=memory not in saved)
-        kept = plan, asked, value in plan.counted
+        kept = plan, asked, value in plan.counted and not plan.exceeds
         path.steps[path.there_after(value)].keeps += (kept,)
 
 

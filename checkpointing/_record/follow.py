@@ -344,9 +344,8 @@ class Follower(TorchDispatchMode, Position, Region):
                 plans = [plan for plan, *_ in step.keeps if plan.can_go_on(held, step)]
                 self.use_plan(plans[-1] if plans else None)
             for plan, asked, counts in step.keeps:
-                if plan is self.plan:
-                    most = plan.most if counts else None
-                    self._after(step, self.store.keep_planned, asked, most)
+                if plan is self.plan and not plan.is_outgrown(self):
+                    self._after(step, self.store.keep_planned, asked, counts)
         if self._ask is None or step.info.is_view:
             return
         if not self._is_innermost():  # a run inside asks for itself
@@ -365,7 +364,7 @@ class Follower(TorchDispatchMode, Position, Region):
         for step in plan.path.steps:
             for each, asked, counts in step.keeps:
                 if each is plan and plan.path.is_current(asked.value):
-                    self.store.keep_planned(asked, plan.most if counts else None)
+                    self.store.keep_planned(asked, counts)
 
     def _is_innermost(self) -> bool:
         """Whether no other run has been entered inside this one."""

@@ -273,12 +273,13 @@ class Program:
         steps, and is not shared by paths that begin alike, as these are."""
         self.size += count // 2
 
-    def grow(self, nbytes: int) -> None:
-        """A run has saved more bytes than its plan assumed. The next run records the steps anew,
-        so that their sizes are those of a large run. Branches that grow in turn cause this once."""
-        if nbytes > MOST_GROWTH * self.largest:
+    def grow(self, plan: Any) -> None:
+        """A plan was made for a run that has saved more bytes than the last one assumed. If the
+        steps have the sizes of a much smaller run, the next one records them anew. Branches that
+        grow in turn cause this once."""
+        if plan.size > MOST_GROWTH * max(self.largest, plan.first_size):
             self.forget()
-            self.largest = nbytes
+            self.largest = plan.size
 
 
 _lock = threading.Lock()

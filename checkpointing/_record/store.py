@@ -146,19 +146,19 @@ class Store:
         self._hold_kept(asked, tensor, mover)
         self.kept_bytes += _torch.memory_size(tensor)
 
-    def keep_planned(self, asked: Hold, most: int | None) -> None:
-        """Hold what a plan keeps, if all that is kept is then no more than `most` bytes; None: it
-        does not count."""
+    def keep_planned(self, asked: Hold, counts: bool) -> None:
+        """Hold what a plan keeps, if there is room; `counts`: in the budget."""
         tensor = self._unheld(asked.value)
         if tensor is None:
             return
         assert self.placement is not None
-        nbytes = 0 if most is None else _torch.memory_size(tensor)
-        if most is not None and self._planned_bytes + self.kept_bytes + nbytes > most:
+        budget, place, _ = self.placement
+        nbytes = _torch.memory_size(tensor) if counts else 0
+        if budget is not None and self._planned_bytes + self.kept_bytes + nbytes > budget:
             return
         self._planned[asked.value] = nbytes
         self._planned_bytes += nbytes
-        self._hold_kept(asked, tensor, self.mover(self.placement.place))
+        self._hold_kept(asked, tensor, self.mover(place))
         if asked.is_copied:
             self._states[asked.value] = asked.memory
 

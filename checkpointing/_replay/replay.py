@@ -219,7 +219,7 @@ class Replay(Frame):
         self.peak = max(self.peak, int(plan.growth(run) * plan.peak) + sum(gradients))
         run.program.has_used(plan)
         if old is not None and plan.size > old.size:
-            run.program.grow(plan.size)
+            run.program.grow(plan)
         holders: Any = [weak() for weak in self.holders[store.first_holder :]]
         for group in plan.groups_for(run):
             alive = [slot for slot in group.slots if holders[slot] is not None]
