@@ -74,8 +74,8 @@ class Plan:
         return max(1.0, run.store.saved_bytes / max(1, self.size))
 
     def is_outgrown(self, run: Run) -> bool:
-        """Whether a run has saved so much that it would need more than is asked for, as the plan
-        does not. What it has not held by then is made in backward, by another plan."""
+        """Whether a run has saved so much that it would need more than is asked for, though the
+        plan needs no more. What it has not held by then is made in backward, by the next plan."""
         assert run.store.placement is not None
         budget, _, peak = run.store.placement
         asked, needed = budget, self.nbytes + run.store.kept_bytes
@@ -162,12 +162,16 @@ def _in_small_budget(stretch: Stretch, budget: int, enough: Plan) -> Plan:
     that needs less, since less budget should not mean a larger peak."""
     halves = [enough.nbytes >> n for n in range(1, _MOST_HALVES + 1)]
     plans = (_in_pieces(stretch, n) for n in [budget, *[n for n in halves if n < budget]])
-    best = next((plan for plan in plans if plan.peak <= enough.peak), enough)
+    best = next((plan for plan in plans if plan.peak <= _about(enough.peak)), enough)
     larger = [_in_pieces(stretch, n) for n in halves if n > budget]
-    # Peaks that differ by less than the precision of bisection are the same: the first one counts.
     found = [*larger, enough] if best is enough else [best, *larger]
     least = min([plan.peak for plan in found])
-    return next(plan for plan in found if plan.peak <= least + least // PRECISION)
+    return next(plan for plan in found if plan.peak <= _about(least))
+
+
+def _about(peak: int) -> int:
+    """Peaks that differ by less than what two bisections leave open are the same."""
+    return peak + 2 * peak // PRECISION
 
 
 def _in_pieces(stretch: Stretch, budget: int) -> Plan:
