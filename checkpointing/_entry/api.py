@@ -634,7 +634,7 @@ class Stats(NamedTuple):
             no recompute crosses a cut.
         peak_predicted: the most memory that forward and backward of the block need according to the
             plan of `auto()`, with gradients; 0 without `auto()`, and until the block has ended or a
-            backward in it has begun. If earlier runs were larger, the plan and this are theirs.
+            backward in it has begun. If an earlier run was larger, this is what that one needed.
         peak_asked: that of `auto(peak=...)`, in bytes; else None.
     """
 

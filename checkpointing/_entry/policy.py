@@ -313,9 +313,9 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
     allows. With a `budget`, every new path is planned, a second or more per 1,000 operators.
 
     A plan also serves smaller runs. It is replaced when a run saves more than 1.5 times the bytes,
-    or so many more that its peak or budget would be exceeded, when gradients exist that the plan
-    assumed to be missing, or when more blocks wait for backward. The first larger run may need a
-    little more than that peak, so begin with the largest batch.
+    or so many more that `peak` or `budget` would be exceeded, when gradients exist that the plan
+    assumed to be missing, or when more blocks wait for backward. The first larger run may still
+    exceed `peak`: begin with the largest batch.
 
     The first plan assumes that backward begins at the end of the block: put one scope around the
     whole model and its loss. Later plans take into account that other blocks run in between, that

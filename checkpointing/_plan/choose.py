@@ -38,7 +38,7 @@ def choose(stretch: Stretch, parts: int = 0) -> Filling:
     if handed_on := stretch.without_grad_mode | stretch.frozen(least):
         beside = _bare(stretch, tight)
         beside.keep(beside.kept | handed_on)
-        # Windows of these cuts alone may need more than the labels say.
+        # Not all that `beside` needs: these cuts may miss the least peak even without that.
         room = min(most, target + stretch.cost(handed_on))
         beside.most = target = max(target, min(room, beside.peak))
         ways = [beside]  # without it, all of such a part may run again

@@ -76,8 +76,8 @@ class Cutting:
                 self._openings[index] = Opening(self, index, sorted(across))
 
     def least_peak(self, budget: int | None = None) -> tuple[int, Cuts]:
-        """The least peak that cuts can have, and those cuts. The search comes from below: under a
-        much larger peak, segments are as long as the program, and all of them would be found."""
+        """The least peak that cuts can have, and those cuts. The search goes up from below: under a
+        much larger peak, segments as long as the program would have to be looked at."""
         model = self.stretch.model
         high = max(*model.backward, *model.live, 1)  # no cut lowers these
         low, more = high - 1, high // PRECISION + 1

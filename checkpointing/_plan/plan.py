@@ -74,12 +74,13 @@ class Plan:
         return max(1.0, run.store.saved_bytes / max(1, self.size))
 
     def is_outgrown(self, run: Run) -> bool:
-        """Whether a run has saved so much that it would need more than is asked for, though the
-        plan needs no more. What it has not held by then is made in backward, by the next plan."""
+        """Whether a run has saved so much that it would need more than the user asks for, where the
+        plan itself does not. It holds no more values then: the next plan makes them in backward."""
         assert run.store.placement is not None
         budget, _, peak = run.store.placement
-        asked, needed = budget, self.nbytes + run.store.kept_bytes
-        if peak is not None:
+        if peak is None:
+            asked, needed = budget, self.nbytes + run.store.kept_bytes
+        else:
             asked, needed = peak, self.peak
         return asked is not None and needed <= asked < self.growth(run) * needed
 
@@ -170,7 +171,7 @@ def _in_small_budget(stretch: Stretch, budget: int, enough: Plan) -> Plan:
 
 
 def _about(peak: int) -> int:
-    """Peaks that differ by less than what two bisections leave open are the same."""
+    """The largest peak that counts as equal to this one: each of the two is found by bisection."""
     return peak + 2 * peak // PRECISION
 
 

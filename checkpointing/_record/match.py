@@ -66,9 +66,10 @@ class Matcher:
                     if cells[known.cell]() is not arg or arg is None:
                         break
                 elif known is not arg:
+                    is_plain = type(arg) is kind and kind in step.info.plain
                     # Zeros that are equal may differ in sign.
-                    is_plain = type(arg) is kind and kind in step.info.plain and known
-                    if not ((is_plain and known == arg) or self.matches(known, arg, met)):
+                    is_same = is_plain and known and known == arg
+                    if not (is_same or self.matches(known, arg, met)):
                         break
             else:
                 if met:

@@ -310,8 +310,8 @@ class Recorder(Memories):
         if info.sizes_depend_on_data:
             step.line = entered_from(sys._getframe(1))
         does_more = step.updates, step.draws, step.fills_part, step.line, step.decides
-        is_special = step.is_prepared, step.effect, info.is_uncounted, *does_more
-        step.is_special = any(is_special)
+        reasons = step.is_prepared, step.effect, info.is_uncounted, *does_more
+        step.is_special = any(reasons)
 
     def event(self, event: str, args: tuple[Any, ...]) -> Step:
         """What has happened that is no operator: `keep`, `opaque`, a write that nobody saw."""

@@ -355,9 +355,8 @@ def _columns(backend: str, result: Tensor, image: Tensor, weight: Tensor, stride
     columns = _matrix(backend, result, image, weight)
     if "Dilated" in backend:
         return columns
-    if (
-        backend == "Mkldnn"
-    ):  # of one image after the other, with what the gradient of the weight is summed up in
+    if backend == "Mkldnn":
+        # Of one image after the other, with what the gradient of the weight is summed up in.
         threads, places = torch.get_num_threads(), result[0, 0].numel()
         is_shared = len(image) > 1 and places < _FEW_PLACES * threads
         return (columns // len(image) + 4 * weight.nbytes) * (threads if is_shared else 1)
