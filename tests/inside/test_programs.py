@@ -519,6 +519,33 @@ def test_pieces_end_where_least_is_alive():
         assert all(cut % (stats.ops_recorded // count) == 0 for cut in stats.cuts[:-1])
 
 
+def test_pieces_end_where_other_runs_end_them_too():
+    """Layers that go through other experts at each step: soon, nearly every piece is known. Between
+    two experts, less than twice as much is alive as between two layers."""
+    weights = torch.ones(32, 2, 64, 64, requires_grad=True)
+
+    def layer(x, experts):
+        h, out = x.sin(), torch.zeros_like(x)
+        for expert in experts:
+            rows = torch.arange(expert % 8, 64, 8)
+            made = (h[rows] @ weights[expert, 0]).tanh() @ weights[expert, 1]
+            out.index_add_(0, rows, made)
+        return x + out
+
+    clear_programs()
+    draw, sizes = random.Random(0), []
+    for _ in range(40):
+        x = torch.ones(64, 64, requires_grad=True)
+        with checkpoint_scope(auto()):
+            for _ in range(4):
+                x = layer(x, draw.sample(range(32), draw.randint(20, 30)))
+        x.sum().backward()
+        (program,) = programs._programs.values()
+        sizes.append(program.size)
+    assert program.history.in_pieces
+    assert sizes[-1] - sizes[19] < 20 * 40
+
+
 def test_few_ways_are_planned_and_many_are_not():
     known_mostly = [True] * 3 + [False] * 5 + [True, False, False] * 4
     assert not any(map(History().went, known_mostly))
