@@ -173,8 +173,7 @@ def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) 
         return [Filling(cutting.stretch, each, peak, budget) for each in ways]
 
     best = min(fill([*cutting.cuts(peak, budget), cuts]), key=Filling.key)
-    reached = max(best.peaks)
-    more = fill(cutting.cuts(reached, budget)) if reached > peak else []
+    more = fill(cutting.cuts(best.peak, budget)) if best.peak > peak else []
     return min([best, *more], key=Filling.key)
 
 

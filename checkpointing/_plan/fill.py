@@ -61,7 +61,7 @@ class Filling:
 
     def key(self) -> tuple[float, ...]:
         """Better if less: the peak above what is allowed, then what is done again."""
-        return max(self.most, *self.peaks), self._work
+        return max(self.most, self.peak), self._work
 
     def cut_and_drop(self) -> None:
         """Cut where all that crosses is kept anyway, and drop what is not needed any more. What

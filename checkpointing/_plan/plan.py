@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Sequence, Set
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from operator import add
 
 from torch import Tensor
@@ -160,13 +160,13 @@ def _planned(model: Model, asked: Placement, others: int, parts: int) -> Plan:
 def _in_small_budget(stretch: Stretch, budget: int, enough: Plan) -> Plan:
     """The plan for a budget that is smaller than what `enough` keeps, which has the least peak. It
     is that of the budget, or of a smaller one, if its peak is no larger, or that of a larger one
-    that needs less, since less budget should not mean a larger peak."""
+    that needs less than all of these, since less budget should not mean a larger peak."""
     halves = [enough.nbytes >> n for n in range(1, _MOST_HALVES + 1)]
-    plans = (_in_pieces(stretch, n) for n in [budget, *[n for n in halves if n < budget]])
-    best = next((plan for plan in plans if plan.peak <= _about(enough.peak)), enough)
+    smaller = (_in_pieces(stretch, n) for n in [budget, *[n for n in halves if n < budget]])
+    within = [*islice((plan for plan in smaller if plan.peak <= _about(enough.peak)), 1)]
     larger = [_in_pieces(stretch, n) for n in halves if n > budget]
-    found = [*larger, enough] if best is enough else [best, *larger]
-    least = min([plan.peak for plan in found])
+    least = min([plan.peak for plan in (*within, *larger, enough)])
+    found = chain(within, smaller, larger, [enough])
     return next(plan for plan in found if plan.peak <= _about(least))
 
 

@@ -202,6 +202,32 @@ def test_what_is_kept_beside_cuts_never_takes_more_than_the_peak():
         assert max(Filling(stretch, cuts, peak).peaks) <= peak
 
 
+def maps_of_attention():
+    """Most is alive in the forward, where each map is there three times."""
+    stack, x = layers(*[64] * 6), torch.randn(256, 64)
+
+    def run():
+        y = x
+        for layer in stack:
+            scores = y @ y.t()
+            masked = scores + 1
+            weights = masked.softmax(1)
+            y = layer(weights @ y).tanh()
+        return y.sum()
+
+    return stack, run
+
+
+def test_what_the_forward_needs_counts_where_ways_are_compared():
+    """As in BLOOM, where fewer cuts repeated less, but kept too much in the forward."""
+    stretch, draw = stretch_of(maps_of_attention), random.Random(0)
+    least = choose_under(stretch, 1).peak
+    for _ in range(40):
+        cuts = sorted(draw.sample(stretch.positions[1:-1], draw.randrange(12)))
+        filling = Filling(stretch, cuts, least)
+        assert filling.key()[0] == max(least, filling.peak)
+
+
 @pytest.mark.parametrize("part", [0.2, 0.6])
 @pytest.mark.parametrize("build", PROGRAMS)
 def test_no_other_choice_recomputes_less(build, part):
