@@ -34,6 +34,7 @@ class Filling:
         self.ends = [0, *cuts, self.model.count]
         self._positions = {*stretch.positions}
         self.kept: set[int] = set()
+        self._room = most  # for what is there at once, with what is kept beside the cuts
         # What is kept from one cut on, windows before it need not make.
         for start, across in self._find_windows():
             if start in self.ends:
@@ -236,12 +237,13 @@ class Filling:
             if self.kept == before:
                 return
             self.cut_and_drop()
-            if max(self.peaks) > max(self.most, peak):
+            over = max(self.peaks) - max(self.most, peak)
+            if over > 0:
                 # What a window starts from stays until all that it makes is used: perhaps for
-                # longer than if the window had made that, too.
+                # longer than if the window had made that, too. The next round keeps less.
                 self.kept, self.ends = before, ends
                 self._simulate()
-                return
+                self._room -= over
 
     def _fill(self) -> None:
         """Take the steps whose results save most, as long as there is room for them. Of equal ones
@@ -262,7 +264,7 @@ class Filling:
                 return before + added + nbytes <= self.budget
             dies = min([self.memories[number].dies for number in results[index]])
             peak = max(added + forward[min(dies, len(self.forward))], backward[first_beside(index)])
-            return peak + nbytes <= self.most
+            return peak + nbytes <= self._room
 
         results = {index: self._results(index) for index in self.again}
         possible = [index for index, made in results.items() if made and has_room(index)]
