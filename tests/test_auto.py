@@ -2177,6 +2177,25 @@ def test_what_an_operator_works_with_is_predicted(operator):
     assert abs(predicted(lambda: (operator(x * 2) * 2).sum()) - 1) <= 0.02
 
 
+def test_a_tensor_that_only_lends_its_sizes_takes_no_memory_in_a_replay():
+    """As in graph networks, where sums over edges begin with `messages.new_zeros(...)`. It gets no
+    gradient, either."""
+    layers, rest = (nn.ModuleList(nn.Linear(64, 64) for _ in range(5)) for _ in range(2))
+    x, edges = torch.rand(500, 64), torch.randint(500, (2, 3000))
+
+    def forward():
+        y = x
+        for layer, other in zip(layers, rest, strict=True):
+            messages = y.index_select(0, edges[0])
+            places = edges[1][:, None].expand_as(messages)
+            sums = messages.new_zeros(500, 64).scatter_add_(0, places, messages)
+            y = y + (layer(sums) + other(y)).tanh()
+        return y.square().mean()
+
+    oracle.with_gradients(nn.ModuleList([layers, rest]).parameters())
+    assert predicted(forward) == pytest.approx(1, rel=0.02)
+
+
 def test_the_copy_that_a_softmax_makes_of_a_part_is_predicted():
     """Logits without the last ones, of a model that does not train."""
     layer, head, x = nn.Linear(64, 64), torch.rand(64, 500), torch.randn(8, 64, 64)

@@ -106,7 +106,7 @@ class Parts:
 
 
 class Like:
-    """An argument of which an operator reads only the metadata: a replay gives it fresh memory."""
+    """An argument of which an operator reads only the metadata: a replay gives it another one."""
 
     __slots__ = ("metadata",)
 
@@ -115,6 +115,8 @@ class Like:
 
     def make(self) -> Tensor:
         size, stride, dtype, device = self.metadata
+        if size.numel() > 1 and stride == torch.empty(size, device="meta").stride():
+            return torch.empty((), dtype=dtype, device=device).expand(size)  # it takes no memory
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 

@@ -144,7 +144,7 @@ class Recorder(Memories):
         else:
             self._operate(given)
         step.inputs = dict(zip(given, step.args, strict=True))
-        if grad_mode:
+        if grad_mode and not step.reads_metadata:
             followed = [tensor for tensor in tensors if tensor.requires_grad]
             step.differentiated = tuple([m.number for m in map(self.known_memory, followed) if m])
         if step.reads_metadata:

@@ -299,7 +299,7 @@ def test_where_a_round_keeps_too_much_the_next_one_keeps_less():
         bare = _bare(stretch, cuts)
         filling = Filling(stretch, cuts, int(max(bare.peaks) * draw.uniform(1, 1.3)))
         nothing_kept += filling.kept == bare.kept
-    assert nothing_kept <= 2
+    assert nothing_kept <= 3
 
 
 STEPS = (0.1, 0.3, 0.5, 0.7, 0.9)
