@@ -243,6 +243,8 @@ class Filling:
                 # longer than if the window had made that, too. The next round keeps less.
                 self.kept, self.ends = before, ends
                 self._simulate()
+                if self.budget is not None:
+                    return
                 self._room -= over
 
     def _fill(self) -> None:

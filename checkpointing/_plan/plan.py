@@ -159,13 +159,14 @@ def _planned(model: Model, asked: Placement, others: int, parts: int) -> Plan:
 
 def _in_small_budget(stretch: Stretch, budget: int, enough: Plan) -> Plan:
     """The plan for a budget that is smaller than what `enough` keeps, which has the least peak. It
-    is that of the budget, or of a smaller one, if its peak is no larger, or that of a larger one
-    that needs less than all of these, since less budget should not mean a larger peak."""
+    is that of the budget, or of a smaller one, if its peak is no larger; else that of a larger one,
+    since less budget should not mean a larger peak."""
     halves = [enough.nbytes >> n for n in range(1, _MOST_HALVES + 1)]
     smaller = (_in_pieces(stretch, n) for n in [budget, *[n for n in halves if n < budget]])
     within = [*islice((plan for plan in smaller if plan.peak <= _about(enough.peak)), 1)]
     larger = [_in_pieces(stretch, n) for n in halves if n > budget]
     least = min([plan.peak for plan in (*within, *larger, enough)])
+    # Those of the smaller ones that have been looked at, and are not `within`, need more.
     found = chain(within, smaller, larger, [enough])
     return next(plan for plan in found if plan.peak <= _about(least))
 

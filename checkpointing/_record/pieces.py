@@ -169,17 +169,16 @@ class Sizes:
 
 def size_pieces(path: Path, history: History) -> None:
     """Choose how many bytes may be alive where a piece ends: those with which this path, which was
-    run as a whole, needs the least, or little more if less is alive at the ends. That is so between
-    two layers, where other runs end pieces, too, and then they know the steps of these pieces."""
+    run as a whole, needs the least."""
     sizes: dict[Any, int] = dict([size for step in path.steps for size in step.sizes])
     saved = [0] * (len(path.steps) + 1)
     for slot, index in zip(path.slots, path.saved_after, strict=True):
         saved[index] += sizes.get(slot.memory, 0)
     history.nbytes = nbytes = sum(saved)
 
-    def need(first: float, later: float) -> float:
-        """The most that a piece needs together with what is alive at the ends before it, and a part
-        of what is alive at all ends."""
+    def need(first: float, later: float) -> tuple[int, int]:
+        """The most that a piece needs together with what is alive at the ends before it, and what
+        is alive at all ends."""
         found = Sizes(nbytes, first, later)
         there: dict[int, int] = {}  # bytes by memory that the present piece has made
         most = 0
@@ -194,12 +193,12 @@ def size_pieces(path: Path, history: History) -> None:
             there.update(step.sizes)
             found.saved += saved[step.index]
             most = max(most, found.ends + found.saved)
-        return most + _AT_ENDS * found.ends
+        return most, found.ends
 
     ways = [nbytes / 2**n for n in range(_FINEST, 1, -1)]
-    both = min(ways, key=lambda way: need(way, way))
+    later = min(ways, key=lambda way: need(way, way))
     # The caller's variables, and what all layers read, stay alive after the first end.
-    first = min(ways, key=lambda way: need(way, both))
+    first = min(ways, key=lambda way: need(way, later))
     later = min(ways, key=lambda way: need(first, way))
     history.alive_at_first, history.most_alive = _MORE * first, later
 
@@ -210,6 +209,5 @@ _LEAST = 1 / 128  # of what the block saves: no piece is smaller
 # A piece that saves more ends where more is alive: a part of what the block saves, and times the
 # largest piece that ended where little was.
 _LARGEST, _FAR = 0.4, 1.5
-_AT_ENDS = 1 / 8  # of what is alive there: what it may take to have less of it
 _MORE = 1.2  # times what that path may have alive at the first end
 _FINEST = 12  # the least that may be alive, as a power of 1/2 of what the block saves

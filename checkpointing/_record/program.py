@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 from weakref import ref
@@ -108,15 +109,18 @@ class Parts:
 class Like:
     """An argument of which an operator reads only the metadata: a replay gives it another one."""
 
-    __slots__ = ("metadata",)
-
     def __init__(self, tensor: Tensor) -> None:
         self.metadata = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
+    @cached_property
+    def _is_in_order(self) -> bool:
+        size, stride, *_ = self.metadata
+        return size.numel() > 1 and stride == torch.empty(size, device="meta").stride()
+
     def make(self) -> Tensor:
         size, stride, dtype, device = self.metadata
-        if size.numel() > 1 and stride == torch.empty(size, device="meta").stride():
-            return torch.empty((), dtype=dtype, device=device).expand(size)  # it takes no memory
+        if self._is_in_order:  # one element is enough
+            return torch.empty((), dtype=dtype, device=device).expand(size)
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
