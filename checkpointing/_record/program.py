@@ -23,7 +23,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import Any
 from weakref import ref
 
@@ -115,12 +116,13 @@ class Like:
     @cached_property
     def _is_in_order(self) -> bool:
         size, stride, *_ = self.metadata
-        return size.numel() > 1 and stride == torch.empty(size, device="meta").stride()
+        in_order = [*accumulate(reversed(size[1:]), mul, initial=1)]
+        return size.numel() > 1 and [*stride] == in_order[::-1]
 
     def make(self) -> Tensor:
         size, stride, dtype, device = self.metadata
         if self._is_in_order:  # one element is enough
-            return torch.empty((), dtype=dtype, device=device).expand(size)
+            return torch.empty_strided((), (), dtype=dtype, device=device).expand(size)
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
