@@ -243,7 +243,7 @@ class Filling:
                 # longer than if the window had made that, too. The next round keeps less.
                 self.kept, self.ends = before, ends
                 self._simulate()
-                if self.budget is not None:
+                if self.budget is not None:  # the next round would be the same
                     return
                 self._room -= over
 

@@ -115,13 +115,15 @@ class Like:
 
     @cached_property
     def _is_in_order(self) -> bool:
+        """Whether `empty_like` makes the same of one element that is expanded to these sizes. (Not
+        where there is only one anyway, or none.)"""
         size, stride, *_ = self.metadata
         in_order = [*accumulate(reversed(size[1:]), mul, initial=1)]
         return size.numel() > 1 and [*stride] == in_order[::-1]
 
     def make(self) -> Tensor:
         size, stride, dtype, device = self.metadata
-        if self._is_in_order:  # one element is enough
+        if self._is_in_order:  # most are, and need no memory of that size
             return torch.empty_strided((), (), dtype=dtype, device=device).expand(size)
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 

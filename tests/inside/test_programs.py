@@ -558,8 +558,8 @@ def test_pieces_end_where_least_is_alive():
 
 
 def test_pieces_end_where_other_runs_end_them_too():
-    """Layers that go through other experts at each step: soon, nearly every piece is known. Between
-    two experts, less than twice as much is alive as between two layers."""
+    """Layers that go through other experts at each step: soon, nearly every piece is known, since
+    pieces end between two layers, where half as much is alive as between two experts."""
     weights = torch.ones(32, 2, 64, 64, requires_grad=True)
 
     def layer(x, experts):
