@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as theirs
 from functorch.compile import aot_function, min_cut_rematerialization_partition, nop
-from oracle import PLANNED, apply, leaf, legacy, planned, replay, rerun, scope
+from oracle import PLANNED, apply, leaf, legacy, planned, python_calls, replay, rerun, scope
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -192,6 +192,18 @@ def test_in_place_operators_are_recomputed_where_a_compiler_is_loaded():
         first, second = x.sin().unsafe_chunk(2)
         y = first.mul_(2).sigmoid_() * second.mul_(2).exp()
     assert scope.stats.bytes_held == 0
+
+
+def test_the_stack_is_not_searched_for_a_compiler_at_each_tensor_that_is_saved():
+    """A block that is entered far down the stack takes as many calls as any other."""
+    import torch._inductor.output_code
+
+    def down(frames):
+        return down(frames - 1) if frames else scope(lambda x: (x * 2).sin().exp())(x)
+
+    x = torch.rand(4, requires_grad=True)
+    _, near, far = (python_calls(lambda n=n: down(n)) - n for n in (0, 0, 99))
+    assert near == far
 
 
 TRACED = {

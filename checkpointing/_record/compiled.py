@@ -34,6 +34,12 @@ class CompiledCode:
         # What inductor has compiled always runs without grad mode.
         if not torch.is_grad_enabled() and _torch.is_called_from("torch._inductor"):
             return False
+        self.look_at(values)
+        return True
+
+    def look_at(self, values: Any) -> None:
+        """Find out what has been written unseen of what is about to be read or saved. Compiled code
+        itself saves nothing: autograd saves its results when it has returned."""
         plain = [tensor for tensor in tensors_of(values) if type(tensor) is Tensor]
         for tensor in filter(_torch.has_storage, plain):
             storage, version = _torch.storage_id(tensor), _torch.version(tensor)
@@ -42,7 +48,6 @@ class CompiledCode:
                 known = self._run.known
                 if known.made_at(storage) is not None and not known.has_met(tensor):
                     self._run.written_unseen(tensor)
-        return True
 
     def after(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
         """Note the versions that the step has left."""

@@ -160,7 +160,7 @@ class Run(Follower):
             self.store.settle()
             saved = tensor if announced is None else announced
             if self._compiled is not None:
-                self._compiled.before((saved,))
+                self._compiled.look_at((saved,))
             return self._save(saved, is_read=announced is not None)
         saves, place = self.step.saves, self.saved
         if place < len(saves):  # the usual case
