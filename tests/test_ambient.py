@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import DOORS, EACH_DOOR, Programs, at_once, bits, state as state_of_torch
+from oracle import DOORS, EACH_DOOR, Programs, at_once, bits, python_calls, state as state_of_torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -360,3 +360,15 @@ def test_a_collector_in_a_context_variable_keeps_nothing_alive(door, no_gc):
         assert collected == [] and not any(ref() is not None for ref in made)
 
     contextvars.copy_context().run(run)
+
+
+def test_what_torch_keeps_in_context_variables_is_not_copied():
+    """Its compiler leaves hundreds of settings there, in every process that has compiled once."""
+    settings = contextvars.ContextVar("torch._inductor.config._get_dict_cache")
+
+    def calls(count):
+        settings.set(dict.fromkeys(map(str, range(count)), ()))
+        return python_calls(lambda: DOORS["rerun"](torch.sin)(leaf()).sum().backward())
+
+    _, few, many = (contextvars.copy_context().run(calls, n) for n in (0, 0, 1000))
+    assert few == many

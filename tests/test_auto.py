@@ -1760,6 +1760,29 @@ def test_a_stack_needs_no_more_than_with_a_checkpoint_around_each_layer(
     assert off is None or run.scope.stats.peak_predicted == pytest.approx(peak, rel=off)
 
 
+@NO_ROOM
+def test_logits_are_made_again_only_where_all_blocks_would_be_too():
+    """Those with a soft limit are saved several times, so that the least peak makes them again."""
+    table, head = nn.Embedding(512, 32), nn.Linear(32, 512)
+    layers = nn.ModuleList(
+        nn.Sequential(nn.Linear(32, 128, False), nn.GELU(), nn.Linear(128, 32, False))
+        for _ in range(6)
+    )
+    oracle.with_gradients(nn.ModuleList([table, head, layers]).parameters())
+    ids = torch.arange(256) % 10
+
+    def forward(call):
+        y = table(ids)
+        for layer in layers:
+            y = y + call(layer, y)
+        return nn.functional.cross_entropy((head(y) / 30).tanh() * 30, ids)
+
+    run, peak, theirs = beside_torch(forward)
+    assert peak <= theirs
+    loss = run()
+    assert "addmm" not in count(loss.backward), "that of the head"
+
+
 def test_results_of_operators_that_write_outside_are_predicted():
     """They are held: an observer of a quantisation must not run twice."""
     layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(6)), torch.rand(1000, 64)

@@ -1,15 +1,16 @@
 """Which of the ways to cut a stretch is taken, and for which peak.
 
 One rule. The target is the peak of a cut at every block that the program repeats, as users place
-them by hand, or of two where that needs less. Where such blocks are not most of the program, as in
-a pyramid of convolutions, or where that peak is over 1.5 times the least one, the target is the
-least peak, with room for what parts without grad mode hand on, up to 1.5 times it, and for what
-frozen layers hand on, if that is little beside their work. Under it, the least recompute is taken
-among a few ways to cut, each filled. Where operators are so small that keeping their results takes
-longer than running them again, only what the cuts need is kept. In the end, cuts that make no
-difference to the peak go. Where blocks wait for backward while others run, what they keep is there,
-too: of a few ways, the one is taken whose peak and kept bytes, once for each of these blocks, are
-the least in sum. Users who ask for a peak set the target themselves.
+them by hand, or of two where that needs less; if more than these blocks would run again, as logits
+do, it is the peak of cuts at blocks and nowhere else. Where such blocks are not most of the
+program, as in a pyramid of convolutions, or where that peak is over 1.5 times the least one, the
+target is the least peak, with room for what parts without grad mode hand on, up to 1.5 times it,
+and for what frozen layers hand on, if that is little beside their work. Under it, the least
+recompute is taken among a few ways to cut, each filled. Where operators are so small that keeping
+their results takes longer than running them again, only what the cuts need is kept. In the end,
+cuts that make no difference to the peak go. Where blocks wait for backward while others run, what
+they keep is there, too: of a few ways, the one is taken whose peak and kept bytes, once for each of
+these blocks, are the least in sum. Users who ask for a peak set the target themselves.
 
 Rejected: spending a fixed part of the least peak on less recompute. Where logits are most of the
 peak, a few percent of it are all the checkpoints of the model; where attention is, they are one of
@@ -43,6 +44,10 @@ def choose(stretch: Stretch, parts: int = 0) -> Filling:
         beside.most = target = max(target, min(room, beside.peak))
         ways = [beside]  # without it, all of such a part may run again
     best = min([_filled(cutting, cuts, target), *ways], key=Filling.key)
+    if by_hand and best.work > _MORE_WORK * stretch.work_of_blocks:
+        blocks = _bare(stretch, _at_blocks(stretch.alike, ()))
+        if target < blocks.peak <= most:
+            best = min(best, _filled(cutting, cuts, blocks.peak), key=attrgetter("work"))
     bare = _bare(stretch, cuts)
     if bare.peak <= target and bare.time() < best.time():
         best = bare
@@ -140,10 +145,9 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     and its loss: it is cut in two if that needs less. Where little repeats, nobody knows where
     users would begin their blocks."""
     peak, count = 0, stretch.model.count
-    runs = [run for run in stretch.blocks if stretch.are_alike(run)]
-    if sum([run[-1] - run[0] for run in runs]) < _MAIN_PART * count:
+    if sum([run[-1] - run[0] for run in stretch.alike]) < _MAIN_PART * count:
         return 0, cuts
-    for run in runs:
+    for run in stretch.alike:
         placed = _at_blocks([run], cuts)
         blocks = _bare(stretch, placed)
         if blocks.peak > most:
@@ -151,7 +155,7 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
         parts = _bare(stretch, placed.union(stretch.middles(run)))
         best = min(blocks, parts, key=_peak_of)
         peak, cuts = best.peak, best.cuts
-    everywhere = _bare(stretch, _at_blocks(runs, stretch.positions).union(cuts))
+    everywhere = _bare(stretch, _at_blocks(stretch.alike, stretch.positions).union(cuts))
     if everywhere.peak < peak:
         peak, cuts = everywhere.peak, everywhere.cuts
     return peak, cuts
@@ -181,6 +185,7 @@ _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of
 _MOST_PEAKS = 16  # that are tried for a budget
 _LARGE = 1 / 5  # of the peak: what may be worth another cut
 _MAIN_PART = 2 / 3  # of the steps
+_MORE_WORK = 1.05  # times that of all blocks: what users would not repeat
 _MOST_SLACK = 1 / 2  # what may be spent on less recompute: a part of the least peak
 # The same, within a window: what it keeps first is made by a replay, which should be short.
 _SLACK_OF_PARTS = 1 / 8

@@ -62,7 +62,7 @@ class Filling:
 
     def key(self) -> tuple[float, ...]:
         """Better if less: the peak above what is allowed, then what is done again."""
-        return max(self.most, self.peak), self._work
+        return max(self.most, self.peak), self.work
 
     def cut_and_drop(self) -> None:
         """Cut where all that crosses is kept anyway, and drop what is not needed any more. What
@@ -86,10 +86,10 @@ class Filling:
 
     def time(self) -> float:
         """What running again and keeping take, in floating-point operations."""
-        return self._work + _PER_STEP * len(self.again) + _PER_KEPT * len(self.kept)
+        return self.work + _PER_STEP * len(self.again) + _PER_KEPT * len(self.kept)
 
     @property
-    def _work(self) -> float:
+    def work(self) -> float:
         return sum([self.model.work[index] for index in self.again])
 
     def join(self) -> None:

@@ -139,11 +139,21 @@ class Stretch:
         saved = [number for number, at in self.saved.items() if run[0] <= at < run[-1]]
         return 2 * sum([self.crossing[at] for at in run[:-1]]) <= self.cost(saved)
 
-    def are_alike(self, run: range) -> bool:
-        """Whether the blocks of a run save about the same bytes, unlike those of a pyramid."""
-        there = self._saved_before
-        sizes = [there[end] - there[begin] for begin, end in pairwise(run)]
-        return max(sizes) <= _ALIKE * min(sizes)
+    @cached_property
+    def alike(self) -> list[range]:
+        """The runs whose blocks save about the same bytes, unlike those of a pyramid."""
+        there, found = self._saved_before, []
+        for run in self.blocks:
+            sizes = [there[end] - there[begin] for begin, end in pairwise(run)]
+            if max(sizes) <= _ALIKE * min(sizes):
+                found.append(run)
+        return found
+
+    @property
+    def work_of_blocks(self) -> float:
+        """What a checkpoint around each of these blocks would repeat."""
+        work = self.model.work
+        return sum([sum(work[run[0] : run[-1]]) for run in self.alike])
 
     def cost(self, kept: Iterable[int]) -> int:
         """Bytes, to hold these memories."""

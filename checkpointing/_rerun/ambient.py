@@ -79,10 +79,11 @@ class Ambient:
     def __init__(self) -> None:
         self._context = context = contextvars.copy_context()
         # A recompute may collect values in them: it gets copies. Their tensors are not kept alive.
+        # Torch's own are settings: inductor keeps about a thousand, and more with each compilation.
         self._collections = [
             (variable, take_apart(value, _saved))
             for variable, value in context.items()
-            if isinstance(value, _COLLECTIONS)
+            if isinstance(value, _COLLECTIONS) and not variable.name.startswith("torch.")
         ]
         for variable, _ in self._collections:
             context.run(variable.set, None)
