@@ -280,7 +280,11 @@ class Cases:
         width = (4, 4, 2, 4, 0, 4)[n]
         keys[:, 4:].copy_(x * 2)
         keys[:, :width].copy_(x[:, :width].sin())
-        if width < 4 or n == 3:
+        if n == 1:
+            keys[:, 2:6].copy_(keys[:, 4:8].flip(0))
+        if n > 3:
+            keys[:, :4].copy_(keys[:, n : n + 4])
+        elif width < 4 or n == 3:
             keys.detach().numpy()[:, width:4] = n
         return (keys.exp() * keys).sin()
 

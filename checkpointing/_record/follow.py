@@ -191,8 +191,9 @@ class Follower(TorchDispatchMode, Position, Region):
         if info.custom or info.sizes_depend_on_data:
             store.shapes[step.index] = shapes_of(result)
         if step.fills_part and len(step.writes) == 1:
+            source = args[1] if step.func is _torch.COPY else None
             for target in info.targets_of(args, kwargs):
-                if store.has_filled(step.writes[0], target):
+                if store.has_filled(step.writes[0], target, source):
                     self._later.append(partial(self._event, FILLED, (target,)))
 
     def _hold(self, asked: Hold) -> None:

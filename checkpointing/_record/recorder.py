@@ -186,12 +186,14 @@ class Recorder(Memories):
         step.reads_metadata = info.metadata_only and _torch.layout_of(given[0]) is not None
         others = {*info.targets, 0} if step.reads_metadata else {*info.targets}
         read = [arg for place, arg in given.items() if place not in others]
+        written = tensors_of([given.get(place) for place in info.targets])
+        # To copy within a memory is not to use it yet.
+        same = self.known_memory(written[0]) if step.func is _torch.COPY else None
         for memory in map(self.known_memory, tensors_of(read)):
             # Something unseen has filled what is read: a raw kernel, `ctypes`, NumPy.
-            if memory is not None and memory.state is UNFILLED:
+            if memory is not None and memory is not same and memory.state is UNFILLED:
                 memory.state = OUTSIDE
                 step.states += ((memory.number, OUTSIDE),)
-        written = tensors_of([given.get(place) for place in info.targets])
         step.updates = bool(given.get(info.switch, info.statistics))  # no switch: if it has any
         step.effect = (
             info.communicates

@@ -238,15 +238,25 @@ class Store:
         for memory in memories:
             self._on.pop(memory, None)
 
-    def has_filled(self, memory: int, part: Tensor) -> bool:
-        """Whether a memory that was only allocated is filled, with this part. Parts that overlap
-        are not counted, nor are more than a few."""
+    def has_filled(self, memory: int, part: Tensor, source: Tensor | None) -> bool:
+        """Whether a memory that was only allocated is filled, with this part. What is copied from
+        the same memory fills as much as is filled there: circular padding does so. Parts that
+        overlap are not counted, nor are more than a few."""
         parts, layout = self._filled[memory, part.dtype], _torch.layout_of(part)
-        if layout is None or len(parts) == _MOST_PARTS:
+        if layout is None:
             return False
-        if any(_torch.layouts_overlap(layout, other) for other in parts):
-            return False
-        parts[layout] = part.nbytes
+        filled = [layout]
+        if source is not None and _torch.storage_of(source) == _torch.storage_of(part):
+            copied = _torch.layout_of(source)
+            shared = [_torch.shared_part(copied, each) for each in parts if copied is not None]
+            shift = part.storage_offset() - source.storage_offset()
+            filled = [(*each[:-1], each[-1] + shift) for each in shared if each is not None]
+        for each in filled:
+            if len(parts) == _MOST_PARTS:
+                return False
+            if any(_torch.layouts_overlap(each, other) for other in parts):
+                return False
+            parts[each] = each[0].numel() * part.itemsize
         return sum(parts.values()) == _torch.memory_size(part)
 
     def _lies_apart(self, asked: Hold, held: Held, targets: list[Tensor]) -> bool:

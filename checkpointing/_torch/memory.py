@@ -237,6 +237,24 @@ def layouts_overlap(one: Layout, other: Layout) -> bool:
     return True
 
 
+def shared_part(one: Layout, other: Layout) -> Layout | None:
+    """What two slices of one tensor have in common; None if there is nothing, or they are others."""
+    (size, stride, *_, start), (their_size, their_stride, *_, their_start) = one, other
+    if stride != their_stride:
+        return None
+    shared, offset, row = [*size], 0, sys.maxsize
+    for place in sorted(range(len(stride)), key=stride.__getitem__, reverse=True):
+        step = max(1, stride[place])
+        (first, start), (their_first, their_start) = divmod(start, step), divmod(their_start, step)
+        last, their_last = first + size[place], their_first + their_size[place]
+        begin, end = max(first, their_first), min(last, their_last)
+        if begin >= end or max(last, their_last) * step > row:
+            return None
+        shared[place], row = end - begin, step
+        offset += begin * step
+    return (torch.Size(shared), stride, False, False, offset) if start == their_start else None
+
+
 def _columns(layout: Layout, row: int) -> tuple[int, int]:
     """The first of the columns that a tensor uses of a matrix, and the one after the last."""
     size, stride, *_, offset = layout

@@ -47,6 +47,18 @@ class Kept:
         return (x * part.sin()).exp(), (x * larger.sin()).exp(), (x * kept.sin()).exp()
 
     @case
+    def numpy_fills_what_is_copied_within_a_memory(x, y):
+        first, last = (torch.empty(4, 6, dtype=torch.float64) for _ in range(2))
+        first.numpy()[2:] = 7
+        first[:2].copy_(first[2:])
+        first[2:].copy_(x.detach()[:2])
+        last[1].copy_(x.detach()[1])
+        last[2:].copy_(last[:2])
+        last[0].copy_(x.detach()[0])
+        last.numpy()[2] = 7
+        return (x * first.sin()).exp(), (x * last.sin()).exp()
+
+    @case
     def numpy_in_opaque_that_raises(x, y):
         h = x.sin() * y
         n = torch.zeros(4, 6, dtype=torch.float64)
