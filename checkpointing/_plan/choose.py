@@ -6,11 +6,10 @@ do, it is the peak of cuts at blocks and nowhere else. Where such blocks are not
 program, as in a pyramid of convolutions, or where that peak is over 1.5 times the least one, the
 target is the least peak, with room for what parts without grad mode hand on, up to 1.5 times it,
 and for what frozen layers hand on, if that is little beside their work. Under it, the least
-recompute is taken among a few ways to cut, each filled. Where operators are so small that keeping
-their results takes longer than running them again, only what the cuts need is kept. In the end,
-cuts that make no difference to the peak go. Where blocks wait for backward while others run, what
-they keep is there, too: of a few ways, the one is taken whose peak and kept bytes, once for each of
-these blocks, are the least in sum. Users who ask for a peak set the target themselves.
+recompute is taken among a few ways to cut, each filled. In the end, cuts that make no difference to
+the peak go. Where blocks wait for backward while others run, what they keep is there, too: of a few
+ways, the one is taken whose peak and kept bytes, once for each of these blocks, are the least in
+sum. Users who ask for a peak set the target themselves.
 
 Rejected: spending a fixed part of the least peak on less recompute. Where logits are most of the
 peak, a few percent of it are all the checkpoints of the model; where attention is, they are one of
@@ -48,9 +47,6 @@ def choose(stretch: Stretch, parts: int = 0) -> Filling:
         blocks = _bare(stretch, _at_blocks(stretch.alike, ()))
         if target < blocks.peak <= most:
             best = min(best, _filled(cutting, cuts, blocks.peak), key=attrgetter("work"))
-    bare = _bare(stretch, cuts)
-    if bare.peak <= target and bare.time() < best.time():
-        best = bare
     best.join()
     if parts:
         placed = tight, cuts, _at_blocks(stretch.blocks, cuts), ()

@@ -84,12 +84,9 @@ class Filling:
         """Of what is kept."""
         return self.stretch.cost(self.kept)
 
-    def time(self) -> float:
-        """What running again and keeping take, in floating-point operations."""
-        return self.work + _PER_STEP * len(self.again) + _PER_KEPT * len(self.kept)
-
     @property
     def work(self) -> float:
+        """What is done again, in floating-point operations."""
         return sum([self.model.work[index] for index in self.again])
 
     def join(self) -> None:
@@ -331,6 +328,3 @@ _BEYOND = -1  # where a later segment needs a memory
 _ROUNDS = 2
 _SURE = 0.9  # of the peak: segments that need less may be joined, though the model is not exact
 _FAR = 64  # steps, when the worth of one is found
-# What Python takes to run a step again, and to keep a memory, in the floating-point operations of
-# that time. Measured on one CPU with nn.GRU, 64 wide: about 3 and 18 microseconds.
-_PER_STEP, _PER_KEPT = 3e5, 18e5

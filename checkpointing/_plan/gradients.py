@@ -3,9 +3,10 @@
 One walk over the steps of a path, the last one first, as autograd takes them. A step uses up the
 gradients of what it has made, and makes new ones of what it has read. Additions hand on the one
 that they get, `cat` hands on views of it, and `sum` one number, expanded. Where a gradient is there
-already, from a later step, one of the two is added to the other in place, unless both are views or
-have other users. A view that takes a part out of a tensor, or expands it, makes a gradient as large
-as that tensor.
+already, from a later step, the new one is added to it in place. It cannot be written where it has
+other users, or comes through a view of the tensor that it is the gradient of: then the sum is a
+third one. A view that takes a part out of a tensor, or expands it, makes a gradient as large as
+that tensor.
 
 Kernels copy gradients that are not in order: those of `x` in `x.t()`, and parts of one that `cat`
 hands on. Pointwise operators make gradients in the order of those that they get.
@@ -62,6 +63,7 @@ class Gradients:
         # By memory of a parameter, the last step first.
         self._uses: dict[int, list[Use]] = defaultdict(list)
         self._there: dict[int, Gradient] = {}  # by extent
+        self._met: dict[int, int] = {}  # by extent: the tensor of which that is the gradient
         self._sizes = {**sizes}  # by extent
         # By step that is a view of parts of a tensor: the parts, and that tensor.
         self._parts: dict[int, tuple[Sequence[int], int]] = {}
@@ -124,7 +126,8 @@ class Gradients:
             self._add_use(whole, step, used, base in self._path.views)
         elif used:
             gradient = Gradient(self._sizes[whole], step.index)
-            self._give(whole, gradient, step.index, base in self._reordered)
+            free = sum([part.nbytes for part in used if part.users == 1])
+            self._give(whole, base, gradient, base in self._reordered, step.index, free)
         self._drop(used, step.index)
 
     def _operate(self, step: Step) -> None:
@@ -143,22 +146,24 @@ class Gradients:
         elif is_out and _torch.takes_in_order(step.func):
             scratch += size
         self.spans.append((step.index + 1, step.index + 1, scratch))
+        free = scratch + sum([gradient.nbytes for gradient in used if gradient.users == 1])
         followed = self._followed(step)
         read = [cell for cell, _ in step.reads if self._path.memory_of[cell] in followed]
         views = {self._path.extent[cell] for cell in read if cell in self._path.views}
         # An operator that is never replayed has no reads: all of each memory counts.
-        reached = [(self._path.extent[cell], cell in self._reordered) for cell in read]
-        reached = reached or [(number, False) for number in followed]
-        for number in self._parameters.keys() & dict(reached):
+        reached = [(cell, self._path.extent[cell]) for cell in read]
+        reached = reached or [(number, number) for number in followed]
+        for number in self._parameters.keys() & {extent for _, extent in reached}:
             self._add_use(number, step, used, number in views)
         is_shown = step.info.base in _SHOWN
         makes_out = step.reorders if is_shown else is_out and step.info.is_pointwise
-        for extent, is_reordered in reached:
+        for cell, extent in reached:
             if extent in self._sizes and extent not in written:
                 nbytes = self._sizes[extent]
                 is_same = step.info.base in _ADDITIONS and nbytes == size
                 gradient = got[0] if is_same or is_shown else Gradient(nbytes, step.index)
-                self._give(extent, gradient, step.index, makes_out != is_reordered)
+                is_out_of_order = makes_out != (cell in self._reordered)
+                self._give(extent, cell, gradient, is_out_of_order, step.index, free)
         self._drop(used, step.index)
 
     def _add_use(self, number: int, step: Step, used: Sequence[Gradient], makes_view: bool) -> None:
@@ -185,16 +190,25 @@ class Gradients:
             return {*step.differentiated}
         return {self._path.memory_of[cell] for cell, _ in step.reads}
 
-    def _give(self, extent: int, gradient: Gradient, index: int, is_out: bool) -> None:
-        """Add a gradient, which may be out of order, to the one that is there, or else the other
-        way around."""
+    def _give(
+        self, extent: int, cell: int, gradient: Gradient, is_out: bool, index: int, free: int
+    ) -> None:
+        """Add a gradient of a tensor, which may be out of order, to the one that is there. What the
+        step has used, `free` bytes, is gone by then."""
         old, size = self._there.get(extent), self._sizes[extent]
         if old is None and is_out:
             self._out_of_order.add(extent)
         elif old is None:
             self._out_of_order.discard(extent)
-        if old and gradient.users and (old.users > 1 or old.nbytes != size):
-            gradient = Gradient(size, index)  # neither can be written: the sum is a third one
+        before, met = self._met.get(extent), cell
+        if old and before is not None:
+            bases = {*self._path.bases_of(cell)}
+            met = next(filter(bases.__contains__, self._path.bases_of(before)), cell)
+        self._met[extent] = met
+        if old and (old.users > 1 or old.nbytes != size or before != met):
+            other = 0 if gradient.users else gradient.nbytes
+            self.spans.append((index + 1, index + 1, other - min(free, size)))
+            gradient = Gradient(size, index)
         if old is None or not gradient.users:
             self._there[extent] = gradient
             gradient.users += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -255,6 +255,13 @@ class Path:
             if line[0] in other or other[0] in line:
                 return True
         return not step.targets
+
+    def bases_of(self, cell: int) -> Iterator[int]:
+        """A tensor, what it is a view of, and so on."""
+        found: int | None = cell
+        while found is not None:
+            yield found
+            found = self._bases.get(found)
 
     def _line(self, cell: int) -> list[int]:
         """A tensor, and what it is a view of."""
