@@ -109,9 +109,9 @@ class Run(Follower):
     def may_rest_again(self) -> bool:
         """Whether a backward of what was left before, as of a second loss, has begun. What the run
         has written outside the block since then, it may still read: a new run would not copy it."""
-        if self._depth == _RESTING or any(step.effect and step.writes for step in self.path):
+        if self._depth == _RESTING or not self.may_begin_anew():
             return False
-        return self.may_begin_anew()
+        return not any(step.effect and step.writes for step in self.path)
 
     def begin_anew(self, holders: list[Any]) -> None:
         """Holders have what they need, so the rest of the block is like another run, as in a loop

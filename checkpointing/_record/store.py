@@ -249,7 +249,7 @@ class Store:
         if source is not None and _torch.storage_of(source) == _torch.storage_of(part):
             copied = _torch.layout_of(source)
             shared = [_torch.shared_part(copied, each) for each in parts if copied is not None]
-            shift = part.storage_offset() - source.storage_offset()
+            shift = layout[-1] - (copied or layout)[-1]
             filled = [(*each[:-1], each[-1] + shift) for each in shared if each is not None]
         for each in filled:
             if len(parts) == _MOST_PARTS:

@@ -239,7 +239,7 @@ def layouts_overlap(one: Layout, other: Layout) -> bool:
 
 def shared_part(one: Layout, other: Layout) -> Layout | None:
     """What two slices of one tensor share; None if that is nothing, or they are something else."""
-    (size, stride, *_, start), (their_size, their_stride, *_, their_start) = one, other
+    (size, stride, _, _, start), (their_size, their_stride, _, _, their_start) = one, other
     if stride != their_stride:
         return None
     shared, offset, row = [*size], 0, sys.maxsize
