@@ -239,17 +239,19 @@ class Store:
             self._on.pop(memory, None)
 
     def has_filled(self, memory: int, part: Tensor, source: Tensor | None) -> bool:
-        """Whether a memory that was only allocated is filled, with this part. What is copied from
-        the same memory fills as much as is filled there: circular padding does so. Parts that
-        overlap are not counted, nor are more than a few."""
+        """Whether a memory that was only allocated is filled, with this part. Of a copy of another
+        part, as in circular padding, what has been filled in that one counts. Parts that overlap do
+        not count, nor do more than a few."""
         parts, layout = self._filled[memory, part.dtype], _torch.layout_of(part)
         if layout is None:
             return False
         filled = [layout]
         if source is not None and _torch.storage_of(source) == _torch.storage_of(part):
             copied = _torch.layout_of(source)
-            shared = [_torch.shared_part(copied, each) for each in parts if copied is not None]
-            shift = layout[-1] - (copied or layout)[-1]
+            if copied is None or source.dtype != part.dtype or copied[:-1] != layout[:-1]:
+                return False
+            shared = [_torch.shared_part(copied, other) for other in parts]
+            shift = layout[-1] - copied[-1]
             filled = [(*each[:-1], each[-1] + shift) for each in shared if each is not None]
         for each in filled:
             if len(parts) == _MOST_PARTS:

@@ -238,21 +238,21 @@ def layouts_overlap(one: Layout, other: Layout) -> bool:
 
 
 def shared_part(one: Layout, other: Layout) -> Layout | None:
-    """What two slices of one tensor share; None if that is nothing, or they are something else."""
-    (size, stride, _, _, start), (their_size, their_stride, _, _, their_start) = one, other
-    if stride != their_stride:
+    """What two slices of one tensor share; None if they share nothing, or are no such slices."""
+    (size, stride, _, _, rest), (their_size, their_stride, _, _, their_rest) = one, other
+    if stride != their_stride or 0 in stride:
         return None
     shared, offset, row = [*size], 0, sys.maxsize
     for place in sorted(range(len(stride)), key=stride.__getitem__, reverse=True):
-        step = max(1, stride[place])
-        (first, start), (their_first, their_start) = divmod(start, step), divmod(their_start, step)
+        step = stride[place]
+        (first, rest), (their_first, their_rest) = divmod(rest, step), divmod(their_rest, step)
         last, their_last = first + size[place], their_first + their_size[place]
         begin, end = max(first, their_first), min(last, their_last)
         if begin >= end or max(last, their_last) * step > row:
             return None
         shared[place], row = end - begin, step
         offset += begin * step
-    return (torch.Size(shared), stride, False, False, offset) if start == their_start else None
+    return (torch.Size(shared), stride, False, False, offset + rest) if rest == their_rest else None
 
 
 def _columns(layout: Layout, row: int) -> tuple[int, int]:

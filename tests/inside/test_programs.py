@@ -615,7 +615,11 @@ def test_tensors_that_share_an_element_overlap():
             last = sum(step * max(0, n - 1) for n, step in zip(size, stride, strict=True))
             views.append(base.as_strided(size, stride, random.randint(0, 59 - min(59, last))))
         one, other = views
-        share = not {*one.flatten().tolist()}.isdisjoint(other.flatten().tolist())
+        both = {*one.flatten().tolist()} & {*other.flatten().tolist()}
+        share = bool(both)
+        if (layout := _torch.shared_part(*map(_torch.layout_of, views))) is not None:
+            size, stride, *_, offset = layout
+            assert {*base.as_strided(size, stride, offset).flatten().tolist()} <= both
         found = _torch.overlap(one, other)
         assert found or not share
         apart += not found
@@ -630,6 +634,25 @@ def test_tensors_that_share_an_element_overlap():
     assert not _torch.overlap(heads[..., :2], heads[..., 2:])
     assert not _torch.overlap(heads[:, :2], heads[:, 2:])
     assert not _torch.overlap(heads[..., :2], heads[..., 2])
+
+
+def test_what_two_slices_share_is_found():
+    """Compared with the numbers that both show."""
+    base = torch.arange(2 * 4 * 6).view(2, 4, 6)
+    dims = [[slice(n, n + m, step) for n in range(3) for m in (1, 3) for step in (1, 2)]] * 2
+    slices = [base[:, rows, columns] for rows, columns in itertools.product(*dims)]
+    views = [*slices, *base.unbind(1), *base.unbind(2), base.transpose(1, 2), base.flatten()[3:9]]
+    found = 0
+    for one, other in itertools.product(views, views):
+        both = {*one.flatten().tolist()} & {*other.flatten().tolist()}
+        layout = _torch.shared_part(_torch.layout_of(one), _torch.layout_of(other))
+        if layout is not None:
+            size, stride, *_, offset = layout
+            assert {*base.as_strided(size, stride, offset).flatten().tolist()} == both
+        elif one.stride() == other.stride() == base.stride():
+            assert not both
+        found += layout is not None
+    assert found > len(views)
 
 
 @pytest.mark.parametrize("asked", [{"budget": 12_000}, {"peak": 120_000}], ids=str)

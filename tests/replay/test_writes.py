@@ -432,3 +432,39 @@ def test_circular_padding_is_made_again(dims):
         y = conv(x.abs()).square().sum()
     assert block.stats.bytes_held == 0
     assert bits(torch.autograd.grad(y, [x, *conv.parameters()])) == bits(gradients())
+
+
+def other_columns(memory, x):
+    for column in (1, 2, 3):
+        memory[:, column] = x[:, column]
+    memory[:, 5] = memory[:, 1]
+    memory[:, 0] = x[:, 0]
+    memory.numpy()[:, 4] = 7
+    memory[:, 5] = x[:, 5]
+
+
+def in_another_order(memory, x):
+    memory.t()[:2].copy_(x.t()[:2])
+    memory.numpy()[2:, 2:4] = 7
+    memory[:2, 2:] = memory.t()[:2]
+    memory[:, 4:] = x[:, 4:]
+
+
+def as_another_type(memory, x):
+    rows = memory.view(-1)
+    rows.numpy()[2] = 7
+    rows[4:6] = x[0, :2]
+    rows[6:8].copy_(rows.view(torch.float32)[4:6])
+    rows[:4] = x[0, :4]
+    rows[8:] = x.flatten()[8:]
+
+
+@pytest.mark.parametrize("fill", [other_columns, in_another_order, as_another_type])
+def test_copies_within_memory_do_not_hide_what_is_written_unseen(fill):
+    x = torch.rand(4, 6, dtype=torch.float64, requires_grad=True)
+    with checkpoint_scope() as block:
+        memory = torch.empty(4, 6, dtype=torch.float64)
+        fill(memory, x.detach())
+        y = (x * memory).exp()
+    assert block.stats.bytes_held == memory.nbytes
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], memory * y)
