@@ -1,15 +1,15 @@
 """Which of the ways to cut a stretch is taken, and for which peak.
 
 One rule. The target is the peak of a cut at every block that the program repeats, as users place
-them by hand, or of two where that needs less; if more than these blocks would run again, as logits
-do, it is the peak of cuts at blocks and nowhere else. Where such blocks are not most of the
-program, as in a pyramid of convolutions, or where that peak is over 1.5 times the least one, the
-target is the least peak, with room for what parts without grad mode hand on, up to 1.5 times it,
-and for what frozen layers hand on, if that is little beside their work. Under it, the least
-recompute is taken among a few ways to cut, each filled. In the end, cuts that make no difference to
-the peak go. Where blocks wait for backward while others run, what they keep is there, too: of a few
-ways, the one is taken whose peak and kept bytes, once for each of these blocks, are the least in
-sum. Users who ask for a peak set the target themselves.
+them by hand, or of two where that needs less; if more than these blocks would run again, such as
+the head that makes logits, it is the peak of cuts at blocks and nowhere else. Where such blocks are
+not most of the program, as in a pyramid of convolutions, or where that peak is over 1.5 times the
+least one, the target is the least peak, with room for what parts without grad mode hand on, up to
+1.5 times it, and for what frozen layers hand on, if that is little beside their work. Under it, the
+least recompute is taken among a few ways to cut, each filled. In the end, cuts that make no
+difference to the peak go. Where blocks wait for backward while others run, what they keep is there,
+too: of a few ways, the one is taken whose peak and kept bytes, once for each of these blocks, are
+the least in sum. Users who ask for a peak set the target themselves.
 
 Rejected: spending a fixed part of the least peak on less recompute. Where logits are most of the
 peak, a few percent of it are all the checkpoints of the model; where attention is, they are one of

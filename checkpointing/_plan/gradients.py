@@ -4,9 +4,8 @@ One walk over the steps of a path, the last one first, as autograd takes them. A
 gradients of what it has made, and makes new ones of what it has read. Additions hand on the one
 that they get, `cat` hands on views of it, and `sum` one number, expanded. Where a gradient is there
 already, from a later step, the new one is added to it in place. It cannot be written where it has
-other users, or comes through a view of the tensor that it is the gradient of: then the sum is a
-third one. A view that takes a part out of a tensor, or expands it, makes a gradient as large as
-that tensor.
+other users, or comes through a view of the tensor at which both meet: then the sum is a third one.
+A view that takes a part out of a tensor, or expands it, makes a gradient as large as that tensor.
 
 Kernels copy gradients that are not in order: those of `x` in `x.t()`, and parts of one that `cat`
 hands on. Pointwise operators make gradients in the order of those that they get.
@@ -63,7 +62,7 @@ class Gradients:
         # By memory of a parameter, the last step first.
         self._uses: dict[int, list[Use]] = defaultdict(list)
         self._there: dict[int, Gradient] = {}  # by extent
-        self._met: dict[int, int] = {}  # by extent: the tensor of which that is the gradient
+        self._met: dict[int, int] = {}  # by extent: the tensor whose gradient that is
         self._sizes = {**sizes}  # by extent
         # By step that is a view of parts of a tensor: the parts, and that tensor.
         self._parts: dict[int, tuple[Sequence[int], int]] = {}
@@ -200,10 +199,9 @@ class Gradients:
             self._out_of_order.add(extent)
         elif old is None:
             self._out_of_order.discard(extent)
-        before, met = self._met.get(extent), cell
-        if old and before is not None:
-            bases = {*self._path.bases_of(cell)}
-            met = next(filter(bases.__contains__, self._path.bases_of(before)), cell)
+        before = self._met[extent] if old else cell
+        bases = {*self._path.bases_of(cell)}
+        met = next(filter(bases.__contains__, self._path.bases_of(before)), cell)
         self._met[extent] = met
         if old and (old.users > 1 or old.nbytes != size or before != met):
             other = 0 if gradient.users else gradient.nbytes
