@@ -125,8 +125,8 @@ class Gradients:
             self._add_use(whole, step, used, base in self._path.views)
         elif used:
             gradient = Gradient(self._sizes[whole], step.index)
-            free = sum([part.nbytes for part in used if part.users == 1])
-            self._give(whole, base, gradient, base in self._reordered, step.index, free)
+            is_out = base in self._reordered
+            self._give(whole, base, gradient, is_out, step.index, _freed(used))
         self._drop(used, step.index)
 
     def _operate(self, step: Step) -> None:
@@ -145,7 +145,7 @@ class Gradients:
         elif is_out and _torch.takes_in_order(step.func):
             scratch += size
         self.spans.append((step.index + 1, step.index + 1, scratch))
-        free = scratch + sum([gradient.nbytes for gradient in used if gradient.users == 1])
+        free = scratch + _freed(used)
         followed = self._followed(step)
         read = [cell for cell, _ in step.reads if self._path.memory_of[cell] in followed]
         views = {self._path.extent[cell] for cell in read if cell in self._path.views}
@@ -204,6 +204,7 @@ class Gradients:
         met = next(filter(bases.__contains__, self._path.bases_of(before)), cell)
         self._met[extent] = met
         if old and (old.users > 1 or old.nbytes != size or before != met):
+            # The old one cannot be written, so the sum is a third tensor.
             other = 0 if gradient.users else gradient.nbytes
             self.spans.append((index + 1, index + 1, other - min(free, size)))
             gradient = Gradient(size, index)
@@ -217,6 +218,11 @@ class Gradients:
             gradient.users -= 1
             if not gradient.users:
                 self.spans.append((index + 1, gradient.index + 1, gradient.nbytes))
+
+
+def _freed(used: Sequence[Gradient]) -> int:
+    """The bytes of these gradients that are free once a step has used them."""
+    return sum([gradient.nbytes for gradient in used if gradient.users == 1])
 
 
 _ADDITIONS = ("add", "add_", "clone")

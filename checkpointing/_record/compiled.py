@@ -38,8 +38,8 @@ class CompiledCode:
         return True
 
     def look_at(self, values: Any) -> None:
-        """Find out what has been written unseen of what is about to be read or saved. Compiled code
-        itself saves nothing: autograd saves its results when it has returned."""
+        """Find the tensors, among those about to be read or saved, that were written unseen.
+        Compiled code itself saves nothing: autograd saves its results after it has returned."""
         plain = [tensor for tensor in tensors_of(values) if type(tensor) is Tensor]
         for tensor in filter(_torch.has_storage, plain):
             storage, version = _torch.storage_id(tensor), _torch.version(tensor)

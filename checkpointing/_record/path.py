@@ -264,12 +264,8 @@ class Path:
             found = self._bases.get(found)
 
     def _line(self, cell: int) -> list[int]:
-        """A tensor, and what it is a view of."""
-        line = [self.views.get(cell, cell)]
-        while line[-1] in self._bases:
-            base = self._bases[line[-1]]
-            line.append(self.views.get(base, base))
-        return line
+        """A tensor and its bases; of views that show the same, always the first one."""
+        return [self.views.get(each, each) for each in self.bases_of(cell)]
 
 
 # Views that may show an element more than once, or what their base does not.

@@ -187,7 +187,7 @@ class Recorder(Memories):
         others = {*info.targets, 0} if step.reads_metadata else {*info.targets}
         read = [arg for place, arg in given.items() if place not in others]
         written = tensors_of([given.get(place) for place in info.targets])
-        # To copy within a memory is not to use it yet.
+        # A copy within one memory, as in circular padding, is not yet a use of it.
         same = self.known_memory(written[0]) if step.func is _torch.COPY else None
         for memory in map(self.known_memory, tensors_of(read)):
             # Something unseen has filled what is read: a raw kernel, `ctypes`, NumPy.

@@ -238,7 +238,8 @@ def layouts_overlap(one: Layout, other: Layout) -> bool:
 
 
 def shared_part(one: Layout, other: Layout) -> Layout | None:
-    """What two slices of one tensor share; None if they share nothing, or are no such slices."""
+    """The elements that two slices of one tensor share, as a layout; None if there are none, or the
+    two are not such slices."""
     (size, stride, _, _, rest), (their_size, their_stride, _, _, their_rest) = one, other
     if stride != their_stride or 0 in stride:
         return None
@@ -248,6 +249,7 @@ def shared_part(one: Layout, other: Layout) -> Layout | None:
         (first, rest), (their_first, their_rest) = divmod(rest, step), divmod(their_rest, step)
         last, their_last = first + size[place], their_first + their_size[place]
         begin, end = max(first, their_first), min(last, their_last)
+        # In slices, no row runs on into the next one.
         if begin >= end or max(last, their_last) * step > row:
             return None
         shared[place], row = end - begin, step
