@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import apply, bits, leaf, memory_of, through, with_gradients
-from test_auto import scoped
+from planned import scoped
 from torch import nn
 
 from checkpointing import auto, checkpoint_scope, keep

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from oracle import Watching, bits, rerun, through
-from test_auto import NESTINGS, gradients, net as auto_net
+from planned import NESTINGS, gradients, net as auto_net
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 

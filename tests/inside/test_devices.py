@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from oracle import Watching, bits, through
-from test_auto import NESTINGS, gradients
+from planned import NESTINGS, gradients
 from test_offload import POLICIES, SIN, TANH, branches, net, scoped
 
 from checkpointing import _torch, auto, checkpoint_scope, offload

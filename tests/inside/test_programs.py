@@ -13,7 +13,7 @@ import pytest
 import torch
 from changing import CASES, check
 from oracle import memory_of, python_calls, scope
-from test_auto import scoped
+from planned import scoped
 from torch import nn
 
 from checkpointing import _torch, auto, checkpoint_scope, clear_programs, forecast, keep
