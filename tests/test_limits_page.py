@@ -366,6 +366,7 @@ def test_what_torch_shows_to_nobody(name):
     assert want not in map(step, doors)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # of torch, for forward mode
 def test_derivatives_that_torch_computes_otherwise_in_a_mode():
     """By a backward inside a block; equal but for rounding, which depends on the machine."""
     x = torch.rand(16, 16, dtype=torch.float64).requires_grad_()
@@ -376,7 +377,15 @@ def test_derivatives_that_torch_computes_otherwise_in_a_mode():
         y = formula(x) * torch.linspace(1, 2, 16, dtype=x.dtype).exp()
         return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
 
+    def by_forward_mode(door):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, x.cos())
+            y = door(lambda x: F.layer_norm(x, (16,)))(dual)
+            tangent = torch.autograd.forward_ad.unpack_dual(y).tangent
+        return torch.autograd.grad(tangent.square().sum(), x)[0]
+
     pairs = [(body(formula), s(body)(formula)) for formula in formulas]
+    pairs += [(by_forward_mode(plain), by_forward_mode(s))]
     for want, have in pairs:
         torch.testing.assert_close(have, want)
     assert not all(itertools.starmap(torch.equal, pairs))
