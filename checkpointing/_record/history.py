@@ -14,9 +14,10 @@ class History:
     in_pieces = False  # whether blocks are taken in pieces
     nbytes = 0  # that the last whole block made, and autograd saved
     alive_at_first = 0.0  # bytes that may be alive where the first piece ends,
-    most_alive = 0.0  # and where a later one does
-    # Whether blocks are never taken in pieces: a backward inside a block may bring back what only
-    # the same piece would know again.
+    most_alive = 0.0  # and where a later one does;
+    room = 0.0  # and at the ends of all
+    # Whether blocks are never taken in pieces: a budget has no room for what these keep, or a
+    # backward inside a block may bring back what only the same piece would know again.
     stays_whole = False
     # Whether a backward inside has brought values back into the last block. It brings back less
     # where more is held, so with each plan a block would go another way, and be planned anew. The
@@ -56,7 +57,8 @@ class History:
         next one is whole: for a plan, since few ways come again, or for another look."""
         self._pieces = ways = (*self._pieces, pieces)[-_RUNS:]
         has_grown = nbytes > _MOST_GROWTH * self.nbytes
-        if not has_grown and (len(ways) < _RUNS or len({*ways}) > _FEW_WAYS):
+        comes_again = len(ways) == _RUNS and len({*ways}) <= _FEW_WAYS
+        if not (has_grown or comes_again or self.stays_whole):
             return False
         self._pieces, self.in_pieces = (), False
         self._new = (True,) * (_MOST_NEW - 1) if has_grown else ()

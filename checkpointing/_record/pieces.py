@@ -27,7 +27,7 @@ from .._engine import Aliased, Held
 from .history import History
 from .ops import Info
 from .path import Path
-from .program import Cells, First, Hold, Step
+from .program import MOST_GROWTH, Cells, First, Hold, Step
 
 
 class Ends:
@@ -35,7 +35,7 @@ class Ends:
 
     def __init__(self, end: Callable[[], int], history: History) -> None:
         """`end` gives a piece's holders what they need, and returns how many there are so far."""
-        self.end = end
+        self.end, self._history = end, history
         self._sizes = Sizes(history.nbytes, history.alive_at_first, history.most_alive)
         self.begin()
 
@@ -57,6 +57,9 @@ class Ends:
         met = [cells[first.cell]() for first in self._met if first.memory in self._written]
         alive += sum([_torch.memory_size(tensor) for tensor in met if tensor is not None])
         if not self._sizes.suffice(alive):
+            return False
+        if self._sizes.ends + alive > self._history.room:
+            self._history.stays_whole = True  # from the next run on
             return False
         self._sizes.end(alive)
         return True
@@ -167,9 +170,10 @@ class Sizes:
         self.saved = 0
 
 
-def size_pieces(path: Path, history: History) -> None:
+def size_pieces(path: Path, history: History, room: float) -> None:
     """Choose how many bytes may be alive where a piece ends: those with which this path, which was
-    run as a whole, needs the least."""
+    run as a whole, needs the least. Without room for what is alive at all ends together, blocks
+    stay whole."""
     sizes: dict[Any, int] = dict([size for step in path.steps for size in step.sizes])
     saved = [0] * (len(path.steps) + 1)
     for slot, index in zip(path.slots, path.saved_after, strict=True):
@@ -200,7 +204,10 @@ def size_pieces(path: Path, history: History) -> None:
     # The caller's variables, and what all layers read, stay alive after the first end.
     first = min(ways, key=lambda way: need(way, later))
     later = min(ways, key=lambda way: need(first, way))
-    history.alive_at_first, history.most_alive = _MORE * first, later
+    history.alive_at_first, history.most_alive, history.room = _MORE * first, later, room
+    _, ends = need(first, later)
+    if MOST_GROWTH * ends > room:  # of runs that are as much larger
+        history.in_pieces, history.stays_whole = False, True
 
 
 _ABOUT = 0.7  # of the best size: one layer rather than two

@@ -40,10 +40,6 @@ class Placement(NamedTuple):
     place: Destination | None = None  # where they are kept
     peak: int | None = None  # bytes that the step may need
 
-    def allows_pieces(self) -> bool:
-        """Whether a block may be taken in pieces: nobody counts or moves what these keep."""
-        return self.budget is None and self.place is None
-
 
 class Store:
     """The values that a run holds, and what else differs from run to run."""

@@ -6,6 +6,7 @@ needs is freed when the block ends, and the rest goes as backward passes by (rul
 holder runs the window of its group.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import accumulate, islice
 from typing import Any
@@ -95,7 +96,7 @@ class Replay(Frame):
 
     hint = errors.UNSEEN
     kind_of_task = Work
-    may_have_pieces = False
+    _room: float | None = None  # for what pieces keep; None: it is not taken in pieces
     _brings_back = False  # whether a backward inside has brought values back into the block
     is_new = False  # whether the block went a way that was not known
     replays: int = 0
@@ -146,11 +147,11 @@ class Replay(Frame):
 
         return Wrapped(tensor if announced is None else announced, pack)
 
-    def allow_pieces(self) -> None:
+    def allow_pieces(self, budget: int | None) -> None:
         """Where the paths of a site do not come again, the block is several, one after the other,
-        each with a window of its own."""
+        each with a window of its own. They may keep as much as the budget."""
         run, history = self.run, self.run.program.history
-        self.may_have_pieces = True
+        self._room = math.inf if budget is None else budget
         if history.in_pieces:
             run.ends = Ends(self._end_piece, history)
             run.store.placement = None
@@ -182,8 +183,8 @@ class Replay(Frame):
         if run.ends is not None:
             if program.history.came_in((*self._pieces, id(run.step)), run.ends.saved(run.path)):
                 program.forget()
-        elif self.may_have_pieces and program.history.went(self.is_new):
-            size_pieces(plan.path, program.history)
+        elif self._room is not None and program.history.went(self.is_new):
+            size_pieces(plan.path, program.history, self._room - run.store.kept_bytes)
             program.forget()
         run.end()
         return plan.complaint

@@ -107,11 +107,12 @@ def steps(program, region):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_every_step_leaves_the_same_bits(program):
+@pytest.mark.parametrize("policy", [auto(), auto(budget="1 MiB")], ids=str)
+def test_every_step_leaves_the_same_bits(program, policy):
     cuts = []
 
     def region(function):
-        with checkpoint_scope(auto()) as scope:
+        with checkpoint_scope(policy) as scope:
             loss = function()
         cuts.append(scope.stats.cuts)
         return loss
@@ -135,7 +136,7 @@ def assert_as_little_memory(forward, factor, **options):
         assert ours <= factor * theirs
 
 
-@pytest.mark.parametrize("options", [{}, {"peak": "1 GiB"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"peak": "1 GiB"}, {"budget": "1 GiB"}], ids=str)
 def test_no_more_memory_than_with_a_checkpoint_around_each_layer(options):
     """Also where more is allowed: nothing is planned any more."""
     layers, x = nn.ModuleList(Layer(32) for _ in range(8)), torch.randn(64, 32)
@@ -144,6 +145,41 @@ def test_no_more_memory_than_with_a_checkpoint_around_each_layer(options):
         return through([around(layers[place]) for place in chosen(n, 8)], x).square().mean()
 
     assert_as_little_memory(forward, 1.05, **options)
+
+
+def in_a_budget(values, count, kept=0):
+    """The scope's numbers, after so many layers with a budget of so many values, of which the user
+    keeps the first."""
+    layer = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Tanh(), nn.Linear(256, 32))
+    x = torch.randn(64, 32)
+
+    def forward():
+        with checkpoint_scope(auto(budget=values * x.nbytes)) as forward.scope:
+            y = x
+            for place in range(count):
+                y = layer(y)
+                y = keep(y) if place < kept else y
+            return y.sum()
+
+    assert memory_of(forward).held <= (values + 0.5) * x.nbytes
+    return forward.scope.stats
+
+
+@pytest.mark.parametrize(
+    ("values", "kept", "whole"), [(24, 0, False), (36, 8, False), (24, 8, True), (12, 0, True)]
+)
+def test_pieces_are_taken_where_a_budget_has_room_for_them(values, kept, whole):
+    """Beside what the user keeps; else each path is planned."""
+    for count in (10, 11, 12, 13):
+        in_a_budget(values, count, kept)
+    assert (in_a_budget(values, 9, kept).peak_predicted > 0) is whole
+
+
+def test_where_pieces_run_out_of_a_budget_paths_are_planned_from_then_on():
+    for count in (10, 11, 12, 13):
+        in_a_budget(20, count)
+    assert in_a_budget(20, 23).peak_predicted == 0
+    assert in_a_budget(20, 14).peak_predicted > 0
 
 
 def test_what_is_read_from_outside_makes_no_piece_larger():
