@@ -13,9 +13,8 @@ class History:
 
     in_pieces = False  # whether blocks are taken in pieces
     nbytes = 0  # that the last whole block made, and autograd saved
-    alive_at_first = 0.0  # bytes that may be alive where the first piece ends,
-    most_alive = 0.0  # and where a later one does;
-    room = 0.0  # and at the ends of all
+    times = 1.0  # how large pieces are, as `Sizes` says
+    room = 0.0  # bytes for what is alive at the ends of all pieces
     # Whether blocks are never taken in pieces: a budget has no room for what these keep, or a
     # backward inside a block may bring back what only the same piece would know again.
     stays_whole = False

@@ -2,10 +2,10 @@
 
 Where experts are chosen in each step, layers are dropped, or a loop takes another number of turns,
 every step would be recorded and planned anew, and its forward would hold nothing. Such a block
-is cut while it runs, where little is alive of what it has made since the last cut: mostly between
-two layers. How little follows from the last path that was run as a whole. Its pieces share one
-program, so a layer is known whatever comes before and after it, and each has a window of its own,
-as in a scope around it.
+is cut while it runs, where little is alive of what it has made since the last cut, beside what it
+has saved: mostly between two layers. How little follows from the last path that was run as a whole.
+Its pieces share one program, so a layer is known whatever comes before and after it, and each has a
+window of its own, as in a scope around it.
 
 Invariant: what a piece holds stays as it was, whatever later pieces write.
 
@@ -36,7 +36,7 @@ class Ends:
     def __init__(self, end: Callable[[], int], history: History) -> None:
         """`end` gives a piece's holders what they need, and returns how many there are so far."""
         self.end, self._history = end, history
-        self._sizes = Sizes(history.nbytes, history.alive_at_first, history.most_alive)
+        self._sizes = Sizes(history.nbytes, history.times)
         self.begin()
 
     def begin(self) -> None:
@@ -142,48 +142,39 @@ class Sizes:
 
     saved = 0  # bytes, in the present piece
     all_saved = ends = 0  # bytes saved in the pieces before, and alive at their ends
-    _near = 0  # bytes saved in the largest piece that ended where little was alive
 
-    def __init__(self, nbytes: int, first: float, later: float) -> None:
-        """In a block that saves so many bytes, at most `first` should be alive where the first
-        piece ends, and `later` where others do."""
-        self._nbytes, self._most, self._most_later = nbytes, first, later
+    def __init__(self, nbytes: int, times: float) -> None:
+        """In a block that saves so many bytes, pieces are so many `times` as large as would be best
+        if they could end anywhere: layers may be larger."""
+        self._nbytes, self._times = nbytes, times
 
     def suffice(self, alive: int) -> bool:
-        """Whether the present piece may end, where so many bytes are alive. Where these are few,
-        pieces of this size and all ends need least together. A piece larger than the others may
-        leave more alive, in proportion."""
-        enough = min(_ABOUT * math.sqrt(self._nbytes * alive), _MOST_ALIVE * alive)
-        largest = self._nbytes * _LARGEST
-        near = self._near or largest
-        if alive * near > self._most * max(near, self.saved):
-            enough = max(enough, min(largest, _FAR * near))
-        return alive > 0 and self.saved >= max(2 * alive, enough, self._nbytes * _LEAST)
+        """Whether the present piece may end, where so many bytes are alive. Pieces of the best size
+        and all ends need least together."""
+        best = min(math.sqrt(self._nbytes * alive), _MOST_ALIVE * alive)
+        enough = max(2 * alive, self._times * best, self._nbytes * _LEAST)
+        return alive > 0 and self.saved >= enough
 
     def end(self, alive: int) -> None:
         """The present piece has ended."""
         self.ends += alive
         self.all_saved += self.saved
-        if alive <= self._most:
-            self._near = max(self._near, self.saved)
-        self._most = self._most_later
         self.saved = 0
 
 
 def size_pieces(path: Path, history: History, room: float) -> None:
-    """Choose how many bytes may be alive where a piece ends: those with which this path, which was
-    run as a whole, needs the least. Without room for what is alive at all ends together, blocks
-    stay whole."""
+    """Choose how large pieces are: so that this path, which was run as a whole, needs the least.
+    Without room for what is alive at all ends together, blocks stay whole."""
     sizes: dict[Any, int] = dict([size for step in path.steps for size in step.sizes])
     saved = [0] * (len(path.steps) + 1)
     for slot, index in zip(path.slots, path.saved_after, strict=True):
         saved[index] += sizes.get(slot.memory, 0)
-    history.nbytes = nbytes = sum(saved)
+    history.nbytes, history.room = sum(saved), room
 
-    def need(first: float, later: float) -> tuple[int, int]:
+    def need(times: float) -> tuple[int, int]:
         """The most that a piece needs together with what is alive at the ends before it, and what
         is alive at all ends."""
-        found = Sizes(nbytes, first, later)
+        found = Sizes(history.nbytes, times)
         there: dict[int, int] = {}  # bytes by memory that the present piece has made
         most = 0
         for step in path.steps:
@@ -199,22 +190,15 @@ def size_pieces(path: Path, history: History, room: float) -> None:
             most = max(most, found.ends + found.saved)
         return most, found.ends
 
-    ways = [nbytes / 2**n for n in range(_FINEST, 1, -1)]
-    later = min(ways, key=lambda way: need(way, way))
-    # The caller's variables, and what all layers read, stay alive after the first end.
-    first = min(ways, key=lambda way: need(way, later))
-    later = min(ways, key=lambda way: need(first, way))
-    history.alive_at_first, history.most_alive, history.room = _MORE * first, later, room
-    _, ends = need(first, later)
+    needs = {times: need(times) for times in _TIMES}
+    _, ends = least = min(needs.values())
+    # Where other layers are larger or smaller, the middle one is most likely to end there, too.
+    equal = [times for times, found in needs.items() if found == least]
+    history.times = equal[(len(equal) - 1) // 2]
     if MOST_GROWTH * ends > room:  # of runs that are as much larger
         history.in_pieces, history.stays_whole = False, True
 
 
-_ABOUT = 0.7  # of the best size: one layer rather than two
-_MOST_ALIVE = 12  # times what is alive at its end: no piece has to be larger
+_MOST_ALIVE = 17  # times what is alive at its end: no piece has to be larger
+_TIMES = [2 ** (n / 8) for n in range(-8, 9)]  # that are tried
 _LEAST = 1 / 128  # of what the block saves: no piece is smaller
-# A piece that saves more ends where more is alive: a part of what the block saves, and times the
-# largest piece that ended where little was.
-_LARGEST, _FAR = 0.4, 1.5
-_MORE = 1.2  # times what that path may have alive at the first end
-_FINEST = 12  # the least that may be alive, as a power of 1/2 of what the block saves
