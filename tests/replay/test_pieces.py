@@ -150,7 +150,7 @@ def test_no_more_memory_than_with_a_checkpoint_around_each_layer(options):
 def test_pieces_end_between_two_layers_though_half_a_layer_saves_enough():
     """In the middle of such a layer, as much is alive as at its end, or twice as much."""
     layer = functools.partial(nn.TransformerEncoderLayer, 64, 4, 256, batch_first=True)
-    layers, x = nn.ModuleList(layer(norm_first=True) for _ in range(24)), torch.randn(64, 16, 64)
+    layers, x = nn.ModuleList(layer(norm_first=True) for _ in range(24)), torch.randn(16, 16, 64)
 
     def forward(n, around):
         return through([around(layer) for layer in layers[: 12 + n]], x).square().mean()
