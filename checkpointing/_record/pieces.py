@@ -2,9 +2,9 @@
 
 Where experts are chosen in each step, layers are dropped, or a loop takes another number of turns,
 every step would be recorded and planned anew, and its forward would hold nothing. Such a block
-is cut while it runs, where little is alive of what it has made since the last cut, beside what it
-has saved: mostly between two layers. How little follows from the last path that was run as a whole.
-Its pieces share one program, so a layer is known whatever comes before and after it, and each has a
+is cut while it runs, where it has saved much since the last cut, and little is alive of what it has
+made: mostly between two layers. How much follows from the last path that was run as a whole. Its
+pieces share one program, so a layer is known whatever comes before and after it, and each has a
 window of its own, as in a scope around it.
 
 Invariant: what a piece holds stays as it was, whatever later pieces write.
@@ -162,9 +162,9 @@ class Sizes:
         self.saved = 0
 
 
-def size_pieces(path: Path, history: History, room: float) -> None:
+def size_pieces(path: Path, history: History, room: float) -> bool:
     """Choose how large pieces are: so that this path, which was run as a whole, needs the least.
-    Without room for what is alive at all ends together, blocks stay whole."""
+    Returns whether there is room for what is alive at all ends together; else blocks stay whole."""
     sizes: dict[Any, int] = dict([size for step in path.steps for size in step.sizes])
     saved = [0] * (len(path.steps) + 1)
     for slot, index in zip(path.slots, path.saved_after, strict=True):
@@ -195,8 +195,9 @@ def size_pieces(path: Path, history: History, room: float) -> None:
     # Where other layers are larger or smaller, the middle one is most likely to end there, too.
     equal = [times for times, found in needs.items() if found == least]
     history.times = equal[(len(equal) - 1) // 2]
-    if MOST_GROWTH * ends > room:  # of runs that are as much larger
-        history.in_pieces, history.stays_whole = False, True
+    history.in_pieces = MOST_GROWTH * ends <= room  # also of runs that are as much larger
+    history.stays_whole = not history.in_pieces
+    return history.in_pieces
 
 
 _MOST_ALIVE = 17  # times what is alive at its end: no piece has to be larger

@@ -180,14 +180,20 @@ class Replay(Frame):
         program.history.brings_back = self._brings_back
         if run.store.placement is not None:
             self._wait()
-        if run.ends is not None:
-            if program.history.came_in((*self._pieces, id(run.step)), run.ends.saved(run.path)):
-                program.forget()
-        elif self._room is not None and program.history.went(self.is_new):
-            size_pieces(plan.path, program.history, self._room - run.store.kept_bytes)
+        if self._goes_otherwise(plan.path):
             program.forget()
         run.end()
         return plan.complaint
+
+    def _goes_otherwise(self, path: Path) -> bool:
+        """Whether the next run of the site is whole and this one was not, or the other way round;
+        `path` is that of the block, or of its last piece."""
+        run, history = self.run, self.run.program.history
+        if run.ends is not None:
+            return history.came_in((*self._pieces, id(run.step)), run.ends.saved(run.path))
+        if self._room is None or not history.went(self.is_new):
+            return False
+        return size_pieces(path, history, self._room - run.store.kept_bytes)
 
     def _wait(self) -> None:
         """From here on this block waits for backward. Those that did before have stayed behind."""
