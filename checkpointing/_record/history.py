@@ -4,6 +4,7 @@ Where they do, whole paths are planned. Where experts are chosen in each step, l
 or a loop takes another number of turns, blocks are taken in pieces (`pieces.py`).
 """
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -14,7 +15,7 @@ class History:
     in_pieces = False  # whether blocks are taken in pieces
     nbytes = 0  # that the last whole block made, and autograd saved
     times = 1.0  # how large pieces are, as `Sizes` says
-    room = 0.0  # bytes for what is alive at the ends of all pieces
+    room = math.inf  # bytes for what is alive at the ends of all pieces
     # Whether blocks are never taken in pieces: a budget has no room for what these keep, or a
     # backward inside a block may bring back what only the same piece would know again.
     stays_whole = False
