@@ -1,4 +1,4 @@
-"""Blocks in `auto()`, what is measured of them, and programs for it."""
+"""What tests of `auto()` share: scopes, measurements of a step, and programs."""
 
 import oracle
 import programs

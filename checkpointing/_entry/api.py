@@ -569,7 +569,7 @@ class _Block:
             # A rerun around the block, ours or torch's, expects the same slots in each run,
             # whatever has been planned.
             run.holds_planned = not (is_internal(hooks) or _torch.are_of_checkpoint(hooks))
-        elif placement is not None and placement.place is None:  # pieces move nothing elsewhere
+        elif placement is not None and placement.place is None:  # pieces offload nothing
             frame.allow_pieces(placement.budget)
         if is_noted:
             run.note, run.is_noted, frame.notes = note, True, Notes()

@@ -310,8 +310,8 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
     block is not planned any more. It is cut while it runs, where little is alive of what it has
     made, and `scope.stats.cuts` says where. This ends when six runs have taken two ways at most.
     Such a block needs about as much memory as with a checkpoint around each layer, whatever `peak`
-    or `budget` allows. If a `budget` has no room for that, and inside `offload`, every new path is
-    planned, a second or more per 1,000 operators.
+    or `budget` allows. If the budget has no room for that, and if the policy is given to `offload`,
+    every new path is planned instead, which takes a second or more per 1,000 operators.
 
     A plan also serves smaller runs. It is replaced when a run saves more than 1.5 times the bytes,
     or so many more that `peak` or `budget` would be exceeded, when gradients exist that the plan

@@ -14,9 +14,9 @@ class History:
 
     in_pieces = False  # whether blocks are taken in pieces
     nbytes = 0  # that the last whole block made, and autograd saved
-    times = 1.0  # how large pieces are, as `Sizes` says
+    times = 1.0  # how large pieces are (`Sizes`)
     room = math.inf  # bytes for what is alive at the ends of all pieces
-    # Whether blocks are never taken in pieces: a budget has no room for what these keep, or a
+    # Whether blocks are never taken in pieces: the budget has no room for what pieces keep, or a
     # backward inside a block may bring back what only the same piece would know again.
     stays_whole = False
     # Whether a backward inside has brought values back into the last block. It brings back less

@@ -144,13 +144,13 @@ class Sizes:
     all_saved = ends = 0  # bytes saved in the pieces before, and alive at their ends
 
     def __init__(self, nbytes: int, times: float) -> None:
-        """In a block that saves so many bytes, pieces are so many `times` as large as would be best
-        if they could end anywhere: layers may be larger."""
+        """A block saves `nbytes`. Its pieces are `times` as large as would be best if they could
+        end anywhere, since a layer may be larger than that."""
         self._nbytes, self._times = nbytes, times
 
     def suffice(self, alive: int) -> bool:
-        """Whether the present piece may end, where so many bytes are alive. Pieces of the best size
-        and all ends need least together."""
+        """Whether the present piece may end, where so many bytes are alive. At the best size, one
+        piece and what is alive at all ends need the least memory together."""
         best = min(math.sqrt(self._nbytes * alive), _MOST_ALIVE * alive)
         enough = max(2 * alive, self._times * best, self._nbytes * _LEAST)
         return alive > 0 and self.saved >= enough
@@ -192,7 +192,8 @@ def size_pieces(path: Path, history: History, room: float) -> bool:
 
     needs = {times: need(times) for times in _TIMES}
     _, ends = least = min(needs.values())
-    # Where other layers are larger or smaller, the middle one is most likely to end there, too.
+    # Layers of other runs may be larger or smaller. With the middle one of those that are equally
+    # good, pieces are most likely to end between these, too.
     equal = [times for times, found in needs.items() if found == least]
     history.times = equal[(len(equal) - 1) // 2]
     history.in_pieces = MOST_GROWTH * ends <= room  # also of runs that are as much larger
@@ -200,6 +201,6 @@ def size_pieces(path: Path, history: History, room: float) -> bool:
     return history.in_pieces
 
 
-_MOST_ALIVE = 17  # times what is alive at its end: no piece has to be larger
-_TIMES = [2 ** (n / 8) for n in range(-8, 9)]  # that are tried
+_MOST_ALIVE = 17  # times what is alive at its end: the best size is no larger
+_TIMES = [2 ** (n / 8) for n in range(-8, 9)]  # the factors that are tried
 _LEAST = 1 / 128  # of what the block saves: no piece is smaller

@@ -149,7 +149,7 @@ class Replay(Frame):
 
     def allow_pieces(self, budget: int | None) -> None:
         """Where the paths of a site do not come again, the block is several, one after the other,
-        each with a window of its own. They may keep as much as the budget."""
+        each with a window of its own. Together they keep no more than the budget."""
         run, history = self.run, self.run.program.history
         self._room = math.inf if budget is None else budget
         if history.in_pieces:
@@ -409,7 +409,8 @@ class Replay(Frame):
 
     def _counts(self, path: Path) -> tuple[int, tuple[int, ...]]:
         before = [*accumulate([step.is_counted for step in path.steps], initial=self._counted)]
-        return before[-1], (*self._cuts, *[before[cut] for cut in path.cuts])
+        cuts = [*self._cuts, *[before[cut] for cut in path.cuts]]
+        return before[-1], tuple(dict.fromkeys(cuts))  # several values may be kept at one place
 
     def holdings(self) -> Iterable[Holding]:
         holders: Any = [weak() for weak in self.holders]

@@ -542,17 +542,20 @@ def test_pieces_end_where_least_is_alive():
 
     def step(count):
         x = torch.ones(64, 32, requires_grad=True)
-        with checkpoint_scope(auto()) as step.scope:
+        with checkpoint_scope(auto()) as scope:
             y = oracle.through([layer] * count, x)
+        stats = scope.stats
         y.sum().backward()
+        return stats
 
     for count in (8, 9, 10, 11):
         step(count)
     (program,) = programs._programs.values()
     assert program.history.in_pieces
     for count in (12, 13, 14):
-        step(count)
-        stats = step.scope.stats
+        stats = step(count)
+        assert stats.cuts == tuple(sorted({*stats.cuts}))
+        assert 64 * 32 * 4 <= stats.bytes_held / len(stats.cuts) < 64 * 256 * 4
         assert all(cut % (stats.ops_recorded // count) == 0 for cut in stats.cuts[:-1])
 
 

@@ -159,8 +159,8 @@ def test_pieces_end_between_two_layers_though_half_a_layer_saves_enough():
 
 
 def in_a_budget(values, count, kept=0):
-    """The scope's numbers, after so many layers with a budget of so many values, of which the user
-    keeps the first."""
+    """The stats of a scope around `count` layers, with a budget of so many values that is not
+    exceeded. The user keeps the first `kept` values."""
     layer = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Tanh(), nn.Linear(256, 32))
     x = torch.randn(64, 32)
 
