@@ -48,6 +48,16 @@ class Moment:
         pairs = zip(self.tensors, self._versions, strict=True)
         return [tensor for tensor, version in pairs if tensor._version != version]
 
+    def changed(self) -> list[Tensor]:
+        """Those that have other values now."""
+        pairs = zip(self._memory, self.values, strict=True)
+        return [
+            tensor
+            for tensor, value in pairs
+            if _torch.are_alike(tensor, value)
+            and not without_recording(_torch.same_bits, tensor, value)
+        ]
+
     def go_back(self) -> None:
         for tensor, alias in self._aliases:  # a function may have moved it (`buffer.data = ...`)
             if _torch.storage_id(tensor) != _torch.storage_id(alias):
@@ -99,6 +109,7 @@ class Buffers:
         tensors = [tensor for *_, tensor in self._parameters]
         inputs.devices |= {tensor.device for tensor in tensors if not tensor.is_cpu}
         self._states = [(each, each.requires_grad, _torch.version(each)) for each in tensors]
+        self._own: list[Tensor] = []  # parameters that the region has written
         self._guarded: list[Aliased] = []
         if self._entries:
             self._capture()
@@ -140,7 +151,12 @@ class Buffers:
 
     def end(self) -> None:
         """The region has run. Parameters that it has written or set itself are not guarded."""
-        self._states = [each for each in self._states if _change_of(*each) is None]
+        states, self._states = self._states, []
+        for tensor, required_grad, version in states:
+            if _torch.version(tensor) != version:
+                self._own.append(tensor)
+            elif required_grad or not tensor.requires_grad:
+                self._states.append((tensor, required_grad, version))
         self._parameters = [each for each in self._parameters if _is_there(*each)]
         self._see_what_has_grown()
         self._with_graph = [each for each in self.then.written() if not each.is_leaf]
@@ -202,6 +218,8 @@ class Buffers:
             now = dict(_torch.buffers_of_module(module)[0])
             undo.append((partial(_put_back, module, _numbers_of(module), buffers), now))
             _set(module, buffers)
+        if self._own:
+            undo.append((partial(_leave_own, frame), Moment(self._own)))
         if self.then.tensors:
             parts = [part for each in self.then.tensors for part in _torch.plain_parts(each)]
             self.rewound = {*map(_torch.storage_id, parts)}
@@ -255,6 +273,15 @@ def _may_be_statistics(tensor: Tensor) -> bool:
     if type(tensor) is not Tensor or tensor.is_inference() or _torch.memory_size(tensor) <= _SMALL:
         return False
     return tensor.dim() == 1 and tensor.is_floating_point() and _is_dense(tensor)
+
+
+def _leave_own(frame: object, entered: Moment) -> None:
+    """Put back parameters that the region has written in the forward. A rerun begins with what that
+    has left, and must not write anything else: whatever it has read of them would be wrong."""
+    changed = entered.changed()
+    entered.go_back()
+    for tensor in changed:
+        raise errors.changed(frame, named("a parameter that the function writes", tensor))
 
 
 def _set_flags(flags: dict[nn.Module, Any]) -> None:
