@@ -312,13 +312,20 @@ def test_memory_that_parts_have_just_filled_may_be_kept():
     assert scope.stats.ops_replayed == 2
 
 
-def test_what_a_backward_inside_brings_back_is_not_held():
-    """Its gradient's graph reads values that the block can make again."""
+def product_of_parts(x):
+    one, two = x.sin().exp().split(500)
+    return (one * two).tanh()
+
+
+@pytest.mark.parametrize("fn", [lambda x: x.sin().exp().tanh(), product_of_parts])
+def test_what_a_backward_inside_brings_back_is_not_held(fn):
+    """Its gradient's graph reads values that the block can make again, also as parts of one
+    memory (the weights of a force field, or queries and keys)."""
     x = torch.rand(1000).requires_grad_()
     with checkpoint_scope() as scope:
-        h = x.sin().exp().tanh()
+        h = fn(x)
         (g,) = torch.autograd.grad(h.square().sum(), x, create_graph=True)
-        loss = (g * h).sum()
+        loss = g.square().sum() + h.sum()
     assert scope.stats.bytes_held == 0
     loss.backward()
 

@@ -11,7 +11,7 @@ from weakref import ref
 from torch import Tensor
 
 from .. import _torch
-from .program import NOT_WRITTEN, UNSEEN, Cells, First, Hold, Slot, Step, Value
+from .program import BROUGHT_BACK, NOT_WRITTEN, UNSEEN, Cells, First, Hold, Slot, Step, Value
 
 # What is known of a memory; recorder.py says what follows from it.
 MADE, UNFILLED, OUTSIDE = "made", "unfilled", "outside"
@@ -54,6 +54,7 @@ class Memories:
         self.met: list[Tensor] = []  # tensors that take the next cells
         self.memory_of: list[Memory] = []  # by cell
         self._memories: dict[int, Memory] = {}
+        self.brought_back: set[Memory | None] = set()  # that a backward inside has made again
         self._names: dict[int, int] = {}  # by id of a tensor: its cell
         self._places: dict[int | None, Memory] = {}  # by storage
         self._alive: set[int] = set()  # memories that steps have made
@@ -104,6 +105,8 @@ class Memories:
         self.at = step, 0
         for number, state in step.states:
             self._set_state(number, state)
+        if step.event is BROUGHT_BACK:
+            self.brought_back.update([self._memories[number] for number, _ in step.states])
         self._alive.update(dict(step.sizes))
         self._alive.difference_update(step.gone)
         for number in step.writes:

@@ -292,7 +292,9 @@ class Recorder(Memories):
         for cell in range(len(self.memory_of), len(self._cells)):
             tensor = self.tensor_in(cell)
             memory = self.memory_at(tensor)
-            if memory is None or step.event is BROUGHT_BACK:
+            if step.event is BROUGHT_BACK and (step.effect or memory not in self.brought_back):
+                memory = None  # only parts of what has been made again share one
+            if memory is None:
                 state = UNFILLED if info.allocates else MADE
                 if step.effect or not _has_storage(tensor):
                     state = OUTSIDE
